@@ -1,0 +1,38 @@
+"""Options and fixtures for all tests."""
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+from tests.pool import WorkerPool
+
+hypothesis.settings.register_profile("lightning_commopt", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("lightning_commopt")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where the law tests run."""
+    group = parser.getgroup("lightning_commopt")
+    group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="device of the law tests")
+    group.addoption("--backend", default="gloo", help="backend of the pool's default process group")
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """`cpu` or `cuda`."""
+    return str(pytestconfig.getoption("device"))
+
+
+@pytest.fixture(scope="session")
+def backend(pytestconfig: pytest.Config) -> str:
+    """Backend of the default process group in the workers."""
+    return str(pytestconfig.getoption("backend"))
+
+
+@pytest.fixture(scope="session")
+def pool(backend: str) -> Iterator[WorkerPool]:
+    """Four workers for the whole run of pytest; they start at the first use."""
+    workers = WorkerPool(size=4, backend=backend)
+    yield workers
+    workers.close()
