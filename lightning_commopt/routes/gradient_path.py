@@ -1,0 +1,310 @@
+"""The path of a gradient, from DDP's bucket to the mean that DDP puts back, top to bottom."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket  # what DDP gives to a hook; `torch.distributed` has it too
+from torch.nn import Parameter as TorchParameter
+
+from lightning_commopt.compression import Compression, Scratch, Uncompressed
+from lightning_commopt.compression.pending import Parts
+from lightning_commopt.measure import CommStats, Recorder, Traffic, clock_for
+from lightning_commopt.routes.bucket import BucketState, Share, parameters_of
+from lightning_commopt.routes.choose import route_for
+from lightning_commopt.routes.node import NodeExchange
+from lightning_commopt.routes.packing import compensated, fold_second_hop, pack, pack_exact, raise_flags, unpack
+from lightning_commopt.routes.route import Parcel, add_residual
+from lightning_commopt.routes.stream import stream_for
+from lightning_commopt.routes.transport import transport_for
+from lightning_commopt.routes.usage import Usage
+
+__all__ = ["GradientPath"]
+
+_ERROR_EVERY = 50  # rounds between two samples of the compression error
+
+
+class GradientPath:
+    """Bucket ready, + residual, encode, travel, decode, mean, bucket; the new residual waits until the step is applied.
+
+    Register :meth:`hook` with DDP; call :meth:`begin_round` before and :meth:`finish_round` after each synchronising
+    backward, and :meth:`step_done` after each optimizer step, on every rank alike.
+
+    Args:
+        parameters: The trainable parameters by name.
+        method: The compression method.
+        group: The ranks among which encoded gradients travel: all of them, or, where the exchange is hierarchical,
+            those with the same place on every node.
+        device: Where gradients are.
+        node_group: The ranks of this node, where the exchange is hierarchical.
+        start_step: Optimizer steps to be applied before the method begins; until then rounds are dense.
+        shadow: Whether a step may be skipped after its gradients were exchanged.
+        track_usage: Whether parameters may stay unused, so that each rank must say which it used.
+
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, TorchParameter],
+        method: Compression,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        node_group: dist.ProcessGroup | None = None,
+        start_step: int = 0,
+        shadow: bool = True,
+        track_usage: bool = False,
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.method = method
+        self.device = device
+        self.start_step = start_step
+        self.shadow = shadow
+        self.rounds = self.hook_calls = self.applied_steps = self.skipped_steps = 0
+        self.scratch = Scratch(device)
+        self.recorder = Recorder(clock_for(device))
+        self.stream = stream_for(device)
+        self.transport = transport_for(group, device)
+        self.node: NodeExchange | None = None
+        if node_group is not None:
+            self.node = NodeExchange(transport_for(node_group, device), self.scratch, self.recorder)
+        self.route = route_for(method, self.transport, self.scratch, self.recorder)
+        self._dense = Uncompressed()
+        self._dense_route = route_for(self._dense, self.transport, self.scratch, self.recorder)
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._buckets: dict[tuple[int, ...], BucketState] = {}
+        self._loaded: dict[str, Parts] = {}
+        self._usage = Usage(self.parameters) if track_usage else None
+        self._promised = Traffic()
+        self._dense_bytes = 0
+        self._error_samples: list[Tensor] = []
+        self._loss_scale: Callable[[], Tensor | None] = lambda: None
+        self._scale: Tensor | None = None
+        self._calls_before = 0
+        self._last_hook: object = None
+
+    # ---- the path -------------------------------------------------------------------------------------------------
+
+    def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP hands over a bucket: queue its exchange and return at once."""
+        if self.hook_calls == self._calls_before:
+            self._scale = self._loss_scale()
+        self.hook_calls += 1
+        kept, gradients = self._bucket(bucket), bucket.buffer()
+        present = [self._usage is None or s.parameter.name in self._usage for s in kept.layout.segments]
+        self._last_hook = self.recorder.clock.mark()
+        return self.stream.submit(partial(self._carry, kept, gradients, present), gradients)
+
+    def _carry(self, kept: BucketState, bucket: Tensor, present: list[bool]) -> None:
+        """Take one bucket from gradients to their mean over ranks, in place."""
+        with self.recorder.span("encode"):
+            flags = raise_flags(kept, bucket, present)
+            exact = pack_exact(kept, bucket, self.scratch)
+            if self.node is None:
+                values = compensated(kept, bucket, self._scale, self.scratch)
+            else:
+                packed = pack(kept, bucket, self._scale, self.scratch)
+        if self.node is not None:
+            self._promised += Traffic(inside_node=self.node.traffic_bytes(packed, exact, flags))
+            values, exact, flags = self.node.reduce_scatter(packed, exact, flags)
+            values = add_residual(values, kept.first)
+
+        parcel = self._parcel(kept, values, exact, flags)
+        self._exchange(kept, parcel)
+
+        mean, exact_mean = parcel.mean, parcel.exact_mean
+        if self.node is not None:
+            mean, exact_mean = self.node.all_gather(mean, exact_mean)
+        with self.recorder.span("decode"):
+            unpack(parcel, mean, exact_mean, self._scale, bucket)
+        self._dense_bytes += 2 * (self.world - 1) * bucket.nbytes // self.world
+
+    def _exchange(self, kept: BucketState, parcel: Parcel) -> None:
+        """Encode, travel, decode, mean: by the method's route, or densely in the beginning."""
+        route = self._dense_route if self.dense else self.route
+        if not route.second_hop:
+            fold_second_hop(kept, parcel.values, self.transport.world)
+        before = parcel.values.norm() if self._samples_error else None
+        route.exchange(parcel, self.rounds)
+        if before is not None:
+            self._error_samples.append(parcel.values.norm() / before.clamp_min(1e-30))
+        self._promised += route.traffic(parcel, self.rounds)
+
+    def _parcel(self, kept: BucketState, values: Tensor, exact: Tensor, flags: Tensor) -> Parcel:
+        """Put together what travels; means are written into working memory."""
+        wide = torch.promote_types(kept.dtype, torch.float32)
+        return Parcel(
+            layout=kept.layout,
+            start=kept.shard_start,
+            method=self._dense if self.dense else self.method,
+            dtype=kept.dtype,
+            values=values,
+            exact=exact,
+            flags=flags,
+            second=kept.second,
+            mean=self.scratch.get("mean", values.shape, torch.float32),
+            exact_mean=self.scratch.get("exact_mean", exact.shape, wide),
+            flags_any=kept.flags_any,
+            state=kept.method_state,
+        )
+
+    def _bucket(self, bucket: GradBucket) -> BucketState:
+        """Return what is kept for a bucket, made when it is first seen."""
+        parameters = bucket.parameters()
+        key = tuple(map(id, parameters))
+        kept = self._buckets.get(key)
+        if kept is None:
+            described = parameters_of([self._names[id(p)] for p in parameters], parameters, self.method)
+            dtype = bucket.buffer().dtype
+            kept = BucketState(described, self.method, self._share, dtype, self.device, self.shadow)
+            kept.take(self._loaded)
+            self._buckets[key] = kept
+        return kept
+
+    # ---- rounds and steps -----------------------------------------------------------------------------------------
+
+    @property
+    def dense(self) -> bool:
+        """Whether this round belongs to the dense beginning."""
+        return self.applied_steps < self.start_step
+
+    def begin_round(self, loss_scale: Callable[[], Tensor | None] = lambda: None) -> None:
+        """Prepare for a synchronising backward.
+
+        Args:
+            loss_scale: Tells the factor that gradients of this backward carry, once backward has begun.
+
+        """
+        self._calls_before = self.hook_calls
+        self._loss_scale = loss_scale
+        if self._samples_error:
+            self._error_samples = []
+        for kept in self._buckets.values():
+            kept.discard(lambda name: self.parameters[name].grad is None)
+
+    def finish_round(self) -> None:
+        """Check what backward left behind.
+
+        Raises:
+            BaseException: What the exchange raised, with its type and traceback.
+            RuntimeError: DDP handed over no bucket, so nothing was exchanged.
+
+        """
+        end = self.recorder.clock.mark()
+        self.stream.raise_error()
+        if self.hook_calls == self._calls_before:
+            raise RuntimeError(
+                f"Method `{self.method.name}` was not called in a synchronising backward: no gradient was exchanged. "
+                "The loss of this batch depends on no trainable parameter, or another hook replaced ours."
+            )
+        self.recorder.add("exposed", self._last_hook, end)
+        self.rounds += 1
+        if self._usage is not None:
+            self._usage.forget()
+
+    def nonfinite_parameters(self, *, here: bool = False) -> list[str]:
+        """Names of the parameters whose gradient was not finite in the last round.
+
+        Args:
+            here: Only on this rank. Otherwise on some rank, and the answer is the same on all.
+
+        """
+        return [name for kept in self._buckets.values() for name in kept.nonfinite_names(here)]
+
+    def step_done(self, applied: bool | Tensor, names: frozenset[str] | None = None) -> None:
+        """Tell whether the optimizer stepped; pending state becomes final, or is forgotten.
+
+        Args:
+            applied: A bool, or a 0-d bool tensor on the device that is not waited for once the method has begun.
+            names: The optimizer's parameters; None for all.
+
+        """
+        if isinstance(applied, Tensor) and (self.dense or self.device.type == "cpu"):
+            applied = bool(applied.item())
+        for kept in self._buckets.values():
+            kept.commit(applied, names)
+        if isinstance(applied, bool):
+            self.applied_steps += applied
+            self.skipped_steps += not applied
+        else:
+            self.applied_steps += 1  # only the dense beginning depends on it, and that is over
+
+    def clear_nonfinite(self) -> None:
+        """Zero residuals that the last round spoiled, where there is no shadow to protect them."""
+        for kept in self._buckets.values():
+            kept.clear_nonfinite()
+
+    # ---- state and statistics -------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> int:
+        """Ranks over which gradients are averaged."""
+        return self.transport.world * (1 if self.node is None else self.node.transport.world)
+
+    @property
+    def shards(self) -> int:
+        """Ranks of a node that share every bucket; 1 where the exchange is flat."""
+        return self._share.shards
+
+    @property
+    def _share(self) -> Share:
+        shards, shard = (1, 0) if self.node is None else (self.node.transport.world, self.node.transport.rank)
+        return Share(shards, shard, self.route.owners, self.transport.rank if self.route.owners > 1 else 0)
+
+    @property
+    def _samples_error(self) -> bool:
+        return self.rounds % _ERROR_EVERY == 0 and not self.dense
+
+    def state(self) -> dict[str, Parts]:
+        """Return this rank's final state: residuals as ``"first"`` and ``"second"``, the method's own by its name."""
+        state: dict[str, Parts] = {kind: dict(parts) for kind, parts in self._loaded.items()}
+        for kept in self._buckets.values():
+            for kind, buffer in kept.buffers.items():
+                state.setdefault(kind, {}).update(buffer.parts())
+        return state
+
+    def load_state(self, state: Mapping[str, Parts]) -> None:
+        """Take state as :meth:`state` gave it; what it does not name keeps its initial value."""
+        self._loaded = {kind: dict(parts) for kind, parts in state.items()}
+        for kept in self._buckets.values():
+            kept.take(self._loaded)
+
+    def stats(self) -> CommStats:
+        """Return the sums so far."""
+        self.recorder.settle()
+        times = self.recorder.totals_ms
+        errors = [float(sample) for sample in list(self._error_samples)]
+        inside = 0 if self.node is None else self.node.transport.sent_bytes
+        return CommStats(
+            method=self.method.name,
+            world_size=self.world,
+            rounds=self.rounds,
+            hook_calls=self.hook_calls,
+            applied_steps=self.applied_steps,
+            skipped_steps=self.skipped_steps,
+            promised=self._promised,
+            sent_bytes=self.transport.sent_bytes + inside,
+            dense_bytes=self._dense_bytes,
+            encode_ms=times["encode"],
+            decode_ms=times["decode"],
+            collective_ms=times["collective"],
+            wait_ms=self.recorder.wait_ms,
+            exposed_ms=times["exposed"],
+            compression_error=max(errors) if errors else None,
+            memory_bytes=self.scratch.nbytes + sum(kept.nbytes for kept in self._buckets.values()),
+        )
+
+    def expected_memory_bytes(self) -> int:
+        """Return the bytes of state that the run will keep on this rank, before the first round has made them."""
+        compressed = sum(p.numel() for p in self.parameters.values() if not self.method.travels_exactly(p.shape))
+        own = self.method.memory_bytes(compressed // self._share.shards)
+        second = own // self.transport.world if self.route.second_hop else 0
+        return (own + second) * (2 if self.shadow else 1)
+
+    def close(self) -> None:
+        """End the stream; state and statistics stay readable."""
+        self.stream.close()
+        if self._usage is not None:
+            self._usage.close()

@@ -1,0 +1,100 @@
+"""Between DDP's flat bucket and the buffers that travel."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compression import Scratch
+from lightning_commopt.compression.pending import Span
+from lightning_commopt.routes.bucket import BucketState
+from lightning_commopt.routes.message import NONFINITE, PRESENT
+from lightning_commopt.routes.route import Parcel
+
+__all__ = ["compensated", "fold_second_hop", "pack", "pack_exact", "raise_flags", "unpack"]
+
+
+def compensated(kept: BucketState, bucket: Tensor, scale: Tensor | None, scratch: Scratch) -> Tensor:
+    """Return gradient plus residual in true units, packed; without error feedback the gradient alone.
+
+    Args:
+        kept: The bucket's state.
+        bucket: Its flat gradients, shape ``(numel,)``.
+        scale: The factor that they carry; None for 1.
+        scratch: Working memory.
+
+    """
+    if kept.first is None:
+        return pack(kept, bucket, scale, scratch)
+    inverse = None if scale is None else scale.reciprocal()
+
+    def add(span: Span, residual: Tensor, out: Tensor) -> None:
+        gradient = bucket[kept.layout.segments[span.index].in_bucket]
+        if inverse is None:
+            torch.add(residual, gradient, out=out)
+        else:
+            torch.addcmul(residual, gradient.to(residual.dtype), inverse, out=out)
+
+    return kept.first.compensate(add)
+
+
+def pack(kept: BucketState, bucket: Tensor, scale: Tensor | None, scratch: Scratch) -> Tensor:
+    """Return the compressed parameters' gradients in true units, fp32, packed."""
+    values = scratch.get("values", (kept.layout.packed_numel,), torch.float32)
+    for segment in kept.layout.compressed:
+        values[segment.packed].copy_(bucket[segment.in_bucket])
+    for gap in kept.packed_gaps:
+        values[gap].zero_()
+    return values if scale is None else values.mul_(scale.reciprocal())
+
+
+def pack_exact(kept: BucketState, bucket: Tensor, scratch: Scratch) -> Tensor:
+    """Return the gradients that travel exactly, behind each other, in the bucket's dtype and scale."""
+    exact = scratch.get("exact", (kept.layout.exact_numel,), kept.dtype)
+    for segment in kept.layout.exact:
+        exact[segment.packed].copy_(bucket[segment.in_bucket])
+    for gap in kept.exact_gaps:
+        exact[gap].zero_()
+    return exact
+
+
+def raise_flags(kept: BucketState, bucket: Tensor, present: Sequence[bool]) -> Tensor:
+    """Say of each parameter whether this rank used it and whether its gradient is not finite."""
+    largest = [
+        torch.linalg.vector_norm(bucket[s.in_bucket], torch.inf) if s.parameter.numel else bucket.new_zeros(())
+        for s in kept.layout.segments
+    ]
+    nonfinite = torch.isfinite(torch.stack(largest)).logical_not_()
+    used = torch.tensor(present, dtype=torch.uint8, device=bucket.device)
+    kept.flags = used * PRESENT + nonfinite.to(torch.uint8) * NONFINITE
+    return kept.flags
+
+
+def fold_second_hop(kept: BucketState, values: Tensor, owners: int) -> None:
+    """Move the second-hop residual of the own chunk into the values, once for each owner, since a mean follows."""
+    start = kept.owned_start - kept.shard_start
+
+    def move(span: Span, residual: Tensor, out: Tensor) -> None:
+        values[start + span.buffer.start : start + span.buffer.stop].add_(residual, alpha=owners)
+        out.zero_()
+
+    if kept.second is not None:
+        kept.second.compensate(move)
+
+
+def unpack(parcel: Parcel, mean: Tensor, exact_mean: Tensor, scale: Tensor | None, bucket: Tensor) -> None:
+    """Put the mean into the bucket; a parameter that was not finite on some rank becomes NaN on all.
+
+    Args:
+        parcel: The bucket as it travelled.
+        mean: fp32, shape ``(packed_numel,)``, in true units.
+        exact_mean: Shape ``(exact_numel,)``, in the bucket's scale.
+        scale: The factor that gradients carry; None for 1.
+        bucket: Flat gradients, shape ``(numel,)``; overwritten.
+
+    """
+    finite = torch.where((parcel.flags_any & NONFINITE) != 0, torch.nan, 1.0)
+    scaled = finite if scale is None else finite * scale
+    for segment in parcel.layout.segments:
+        source, factor = (exact_mean, finite) if segment.parameter.exact else (mean, scaled)
+        torch.mul(source[segment.packed], factor[segment.index], out=bucket[segment.in_bucket])

@@ -1,0 +1,107 @@
+"""The contract of a route: how encoded buckets travel."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compression import BucketLayout, Compression, Context, ErrorFeedback, Scratch
+from lightning_commopt.compression.pending import PendingBuffer
+from lightning_commopt.measure import Recorder, Traffic
+from lightning_commopt.routes.transport import Transport
+
+__all__ = ["Parcel", "Route"]
+
+
+@dataclass
+class Parcel:
+    """One bucket on its way.
+
+    Args:
+        layout: Where parameters lie in the bucket.
+        start: Packed offset of the first value: 0, or that of this rank's shard where a node shares the bucket.
+        method: How they are encoded.
+        dtype: Type of the bucket's gradients; exact parameters travel in it.
+        values: fp32, shape ``(n,)``: gradient plus residual; the route leaves the new residual here.
+        exact: Shape ``(e,)``: the exact gradients.
+        flags: uint8, shape ``(P,)``: ``PRESENT`` and ``NONFINITE`` of each parameter.
+        second: The residual of the chunk that this rank owns, on routes where an owner encodes a mean.
+        mean: fp32, shape ``(n,)``: to be written, the same bits on every rank.
+        exact_mean: Shape ``(e,)``: likewise for the exact parameters.
+        flags_any: uint8, shape ``(P,)``: to be written, flags set on any rank.
+        state: The method's own tensors of this bucket.
+
+    """
+
+    layout: BucketLayout
+    start: int
+    method: Compression
+    dtype: torch.dtype
+    values: Tensor
+    exact: Tensor
+    flags: Tensor
+    second: ErrorFeedback | None
+    mean: Tensor
+    exact_mean: Tensor
+    flags_any: Tensor
+    state: dict[str, PendingBuffer]
+
+
+class Route(ABC):
+    """Takes every rank's parcel to every rank's mean: encodes, exchanges, decodes, and adds in rank order.
+
+    Args:
+        transport: Issues the collectives.
+        scratch: Working memory.
+        recorder: Times encode, collective and decode.
+
+    """
+
+    second_hop: ClassVar[bool] = False
+    """Whether a rank owns a chunk, encodes its mean again, and keeps that residual."""
+
+    def __init__(self, transport: Transport, scratch: Scratch, recorder: Recorder) -> None:
+        self.transport = transport
+        self.scratch = scratch
+        self.recorder = recorder
+
+    @property
+    def owners(self) -> int:
+        """Chunks that a bucket is cut into."""
+        return self.transport.world if self.second_hop else 1
+
+    @abstractmethod
+    def traffic(self, parcel: Parcel, round: int) -> Traffic:
+        """Return the bytes that this rank sends for a parcel; they depend on sizes alone."""
+
+    @abstractmethod
+    def exchange(self, parcel: Parcel, round: int) -> None:
+        """Carry a parcel; every rank calls this for the same buckets in the same order."""
+
+    def context(self, parcel: Parcel, offset: int, round: int, hop: int) -> Context:
+        """Return what a method may know of the chunk that begins ``offset`` values into the parcel."""
+        start = parcel.start + offset
+        return Context(parcel.layout, start, round, self.transport.rank, hop, self.scratch, parcel.state)
+
+
+def sum_in_rank_order(rows: Tensor, out: Tensor) -> None:
+    """Write the sum over rows of shape ``(R, n)`` into ``out`` of shape ``(n,)``, row after row, in ``out``'s dtype."""
+    out.copy_(rows[0])
+    for row in rows[1:]:
+        out.add_(row)
+
+
+def merge_flags(rows: Tensor, out: Tensor) -> None:
+    """Write the bitwise or over rows of shape ``(R, P)`` into ``out``."""
+    out.copy_(rows[0])
+    for row in rows[1:]:
+        out.bitwise_or_(row)
+
+
+def add_residual(values: Tensor, residual: ErrorFeedback | None) -> Tensor:
+    """Return packed values plus residual, to be encoded in place; without error feedback the values."""
+    if residual is None:
+        return values
+    return residual.compensate(lambda span, old, out: torch.add(old, values[span.buffer], out=out))
