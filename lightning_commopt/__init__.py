@@ -1,0 +1,26 @@
+"""Communication-optimised distributed training for PyTorch Lightning.
+
+Importing the package makes its names known to ``lightning.pytorch.Trainer(strategy="commopt")``.
+"""
+
+from lightning_commopt.__about__ import __version__
+from lightning_commopt.compression import BF16, FP16, Compression, Int4, Int8, OneBit, PowerSGD, TopK, Uncompressed
+from lightning_commopt.measure import CommStats
+from lightning_commopt.strategies import CommOptStrategy, register
+
+register()
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "CommOptStrategy",
+    "CommStats",
+    "Compression",
+    "Int4",
+    "Int8",
+    "OneBit",
+    "PowerSGD",
+    "TopK",
+    "Uncompressed",
+    "__version__",
+]

@@ -1,0 +1,293 @@
+"""The data-parallel strategy."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_commopt.compression import Compression, Uncompressed, method_named
+from lightning_commopt.measure import CommStats, reducer_stats
+from lightning_commopt.routes import ControlGroup, GradientPath, Hierarchy, PinnedDDP
+from lightning_commopt.strategies.applied_steps import AppliedSteps
+from lightning_commopt.strategies.explain import explain
+from lightning_commopt.strategies.groups import Groups, make_groups
+from lightning_commopt.strategies.preflight import (
+    check_devices,
+    check_model,
+    check_optimizers,
+    check_options,
+    fingerprint,
+)
+from lightning_commopt.strategies.residual_checkpoint import ResidualCheckpoint, ResidualPolicy
+
+__all__ = ["CommOptStrategy", "Nonfinite"]
+
+Nonfinite = Literal["propagate", "error", "skip"]
+
+
+class CommOptStrategy(DDPStrategy):
+    """Distributed data parallel with compressed gradient exchange.
+
+    Takes every argument of :class:`~lightning.pytorch.strategies.DDPStrategy`, and options for what goes on the wire.
+    ``trainer.strategy.comm_stats()`` tells what was sent and how long it took, ``trainer.strategy.explain()`` what is
+    in force and why.
+
+    Args:
+        compression: A method by word (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"onebit"``,
+            ``"topk"``, ``"powersgd"``) or with its options (``Int8(block=128)``). ``"auto"`` is to measure and choose;
+            until it can, it is ``"none"`` and says so.
+        hierarchy: ``"auto"``: where several equal nodes have several ranks each, gradients are reduced in full
+            precision inside nodes and travel encoded between them. False: flat. A number: that many consecutive ranks
+            make a node.
+        start_step: Optimizer steps to be applied with dense gradients before the method begins. None: the method's own
+            default. 0: at once.
+        nonfinite: What to do about a gradient that is not finite when no ``GradScaler`` handles it: ``"error"`` ends
+            all ranks with the parameter's name (default of methods with error feedback), ``"skip"`` skips the optimizer
+            step on all ranks, ``"propagate"`` lets it through as DDP does (default of the others).
+        residuals: What of the residuals goes into a checkpoint: ``"per_rank"`` each rank's own (exact resume; default
+            up to 8 ranks), ``"mean"`` one mean for all (nothing is lost, but a resumed run is not bitwise the same;
+            default above), ``"drop"``.
+        **kwargs: As for :class:`~lightning.pytorch.strategies.DDPStrategy`, including those of
+            :class:`~torch.nn.parallel.DistributedDataParallel`.
+
+    Raises:
+        ValueError: An option is out of its bounds, or cannot be honoured; the message says what to do instead.
+
+    """
+
+    def __init__(
+        self,
+        compression: str | Compression = "auto",
+        *,
+        hierarchy: Hierarchy = "auto",
+        start_step: int | None = None,
+        nonfinite: Nonfinite | None = None,
+        residuals: ResidualPolicy | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.compression = Uncompressed() if compression == "auto" else method_named(compression)
+        self._is_auto = compression == "auto"
+        self.start_step = self.compression.default_start_step if start_step is None else start_step
+        self.hierarchy: Hierarchy = hierarchy
+        self.nonfinite: Nonfinite = nonfinite or ("error" if self.compression.error_feedback else "propagate")
+        check_options(self, start_step, nonfinite)
+        self._checkpoint = ResidualCheckpoint(
+            residuals, f"{self.compression!r}, hierarchy {hierarchy}, DDP {sorted(self._ddp_kwargs.items())}"
+        )
+        self._path: GradientPath | None = None
+        self._steps: AppliedSteps | None = None
+        self._groups: tuple[object, Groups] | None = None
+        self._plain_rounds = 0
+        self._reducer_stats = CommStats(method="none", world_size=1)
+
+    # ---- set-up ---------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        self._plain_rounds = 0
+        self._reducer_stats = CommStats(method="none", world_size=self.world_size)
+        self._path, self._steps = None, None
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_optimizers(self)
+            rank_zero_info(self.explain())
+
+    @override
+    def setup_environment(self) -> None:
+        check_devices(self)
+        super().setup_environment()
+
+    @override
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
+        """Wrap the module; a method that compresses gets buckets that never change."""
+        if self.world_size > 1:
+            self._control.compare(fingerprint(self, model))
+        if not self._exchanges:
+            return super()._setup_model(model)
+        check_model(self, model)
+        return PinnedDDP(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        """Register the gradient path, on CPU too (the base class would drop a hook there without a word)."""
+        if not self._exchanges:
+            return
+        assert isinstance(self.model, PinnedDDP)
+        assert self.lightning_module is not None
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        self._steps = AppliedSteps(scaler) if scaler is not None and scaler.is_enabled() else None
+        may_be_unused = self.model.find_unused_parameters
+        may_skip = self._steps is not None or self.nonfinite == "skip"
+        groups = self._process_groups()
+        self._path = GradientPath(
+            {name: p for name, p in self.lightning_module.named_parameters() if p.requires_grad},
+            self.compression,
+            groups.gradients,
+            self.root_device,
+            node_group=groups.node,
+            start_step=self.start_step,
+            shadow=may_skip or may_be_unused or not self.lightning_module.automatic_optimization,
+            track_usage=may_be_unused,
+        )
+        self.model.register_comm_hook(None, self._path.hook)
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether gradients take our path: there is somebody to talk to, and something to compress."""
+        return self.world_size > 1 and not isinstance(self.compression, Uncompressed)
+
+    @property
+    def _control(self) -> ControlGroup:
+        return self._process_groups().control
+
+    def _process_groups(self) -> Groups:
+        """Return the groups of the run, made once for each default process group, on all ranks."""
+        world = dist.group.WORLD
+        if self._groups is None or self._groups[0] is not world:
+            hierarchy = self.hierarchy if self._exchanges and not self.compression.summable else False
+            self._groups = (world, make_groups(self.root_device, hierarchy, self._timeout))
+        return self._groups[1]
+
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward; where it synchronises, gradients take their path during it."""
+        synchronises = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
+        if self._path is None or not synchronises:
+            self._plain_rounds += synchronises
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        self._path.begin_round(self._loss_scale)
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self._path.finish_round()
+        if self._steps is None and self.nonfinite == "error":
+            self._raise_if_nonfinite()
+        return loss
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: "pl.LightningModule | Module | None" = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step the optimizer, and tell the gradient path whether the step was applied."""
+        path = self._path
+        if path is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        names = self._parameters_of(optimizer)
+        if self._steps is None and self.nonfinite == "skip":
+            loss = closure()
+            bad = path.nonfinite_parameters()
+            if bad:
+                rank_zero_warn(
+                    f"The gradient of `{bad[0]}` is not finite: this optimizer step is skipped on all ranks."
+                )
+                path.step_done(False, names)
+                return loss
+            closure = lambda: loss  # noqa: E731 - it has run
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        path.step_done(True if self._steps is None else self._steps.applied(optimizer), names)
+        return output
+
+    def _loss_scale(self) -> Tensor | None:
+        """The factor on the gradients of the running backward."""
+        return None if self._steps is None else self._steps.loss_scale
+
+    def _raise_if_nonfinite(self) -> None:
+        """End all ranks alike when the round had a gradient that was not finite."""
+        path = self._path
+        assert path is not None
+        bad = path.nonfinite_parameters()
+        if not bad:
+            return
+        path.clear_nonfinite()
+        everywhere = self._control.all_gather(path.nonfinite_parameters(here=True))
+        ranks = [rank for rank, names in enumerate(everywhere) if bad[0] in names]
+        raise FloatingPointError(
+            f"The gradient of `{bad[0]}` is not finite on rank(s) {ranks} in round {path.rounds}. Lower the learning "
+            "rate or clip gradients, or choose `nonfinite='skip'` to skip such steps, 'propagate' to let them through."
+        )
+
+    def _parameters_of(self, optimizer: Optimizer) -> frozenset[str] | None:
+        """Names of an optimizer's parameters, None when it is the only one."""
+        if len(self.optimizers) == 1:
+            return None
+        assert self._path is not None
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return frozenset(name for name, p in self._path.parameters.items() if id(p) in own)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: "str | Path", storage_options: Any = None) -> None:
+        """Add the residuals to a checkpoint that can be resumed from; plain Lightning ignores them."""
+        written = None
+        if self._path is not None and "optimizer_states" in checkpoint:
+            written = self._checkpoint.add(checkpoint, str(filepath), self._path, self._control, self.checkpoint_io)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if written is not None and self.is_global_zero:
+            self._checkpoint.sweep(written)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: "str | Path", weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._checkpoint.remember(str(checkpoint_path), checkpoint)
+        return checkpoint
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._path is not None:
+            self._checkpoint.restore(self._path, self._control, self.checkpoint_io)
+        else:
+            self._checkpoint.forget()
+
+    @override
+    def remove_checkpoint(self, filepath: "str | Path") -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            self._checkpoint.remove(str(filepath))
+
+    # ---- what happened --------------------------------------------------------------------------------------------
+
+    def comm_stats(self) -> CommStats:
+        """Return what this rank's exchange of gradients did since the fit began. Not a collective."""
+        if self._path is not None:
+            return self._path.stats()
+        if isinstance(self.model, DistributedDataParallel):
+            self._reducer_stats = reducer_stats(self.model, self.world_size, self._plain_rounds)
+        return self._reducer_stats
+
+    def gather_comm_stats(self) -> list[CommStats]:
+        """Return every rank's :meth:`comm_stats`, waiting told from transfer. A collective: call it on all ranks."""
+        if self.world_size == 1:
+            return [self.comm_stats()]
+        if self._path is not None:
+            self._path.recorder.compare_waiting(self._control.all_gather)
+        return self._control.all_gather(self.comm_stats())
+
+    def explain(self) -> str:
+        """Return what is in force, and why, in one line."""
+        return explain(self)
+
+    @override
+    def teardown(self) -> None:
+        self.comm_stats()  # what DDP's logger knows is gone once the model is unwrapped
+        if self._path is not None:
+            self._path.close()
+        if self._steps is not None:
+            self._steps.close()
+        super().teardown()

@@ -1,0 +1,47 @@
+"""What is in force, and why, in words."""
+
+from typing import TYPE_CHECKING
+
+from lightning_commopt.compression import Uncompressed
+from lightning_commopt.routes import OnePhase, Summed, TwoHop
+
+if TYPE_CHECKING:
+    from lightning_commopt.strategies.commopt import CommOptStrategy
+
+__all__ = ["explain"]
+
+_ROUTES = {OnePhase: "one-phase all-gather", TwoHop: "two-hop", Summed: "all-reduce"}
+
+
+def explain(strategy: "CommOptStrategy") -> str:
+    """Return one line: the method in force, the reason where it was not asked for, the route, and the extra memory."""
+    method = strategy.compression
+    asked = "`auto` cannot choose yet, so " if strategy._is_auto else ""
+    if isinstance(method, Uncompressed):
+        return f"commopt: {asked}method `none` is in force: DDP's own reducer on {_ranks(strategy)}, no hook."
+    if strategy.world_size == 1:
+        return f"commopt: method `{method.name}` is not active: one process has nothing to exchange."
+    path = strategy._path
+    if path is None:
+        return f"commopt: method `{method!r}` will be in force during fit."
+    dense = f", after {path.start_step} dense steps" if path.start_step else ", from the first step"
+    groups = strategy._process_groups()
+    route = f"route {_ROUTES[type(path.route)]}"
+    if groups.topology.hierarchical:
+        nodes, size = groups.topology.nodes, groups.topology.ranks_per_node
+        route = f"hierarchical: full precision inside {nodes} nodes of {size} ranks, {route} between them"
+    elif strategy.hierarchy == "auto" and groups.topology.nodes > 1:
+        route += f", flat since {groups.topology.reason}"
+    return (
+        f"commopt: method `{method!r}` is in force on {_ranks(strategy)}{dense}; {route}; "
+        f"non-finite gradients: {_nonfinite(strategy)}; "
+        f"extra memory {path.expected_memory_bytes() / 1e6:.1f} MB a rank."
+    )
+
+
+def _ranks(strategy: "CommOptStrategy") -> str:
+    return f"{strategy.world_size} rank{'s' * (strategy.world_size > 1)}"
+
+
+def _nonfinite(strategy: "CommOptStrategy") -> str:
+    return "the gradient scaler skips the step" if strategy._steps is not None else strategy.nonfinite

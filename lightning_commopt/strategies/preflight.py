@@ -1,0 +1,183 @@
+"""What is refused or compared before anything is sent."""
+
+import platform
+from typing import TYPE_CHECKING, get_args
+
+import lightning
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import LBFGS
+
+from lightning_commopt.__about__ import __version__
+from lightning_commopt.compression import Uncompressed
+
+if TYPE_CHECKING:
+    from lightning_commopt.strategies.commopt import CommOptStrategy
+
+__all__ = ["check_devices", "check_model", "check_optimizers", "check_options", "fingerprint"]
+
+_NO_COMPRESSION = "choose `compression='none'`"
+
+
+def check_options(strategy: "CommOptStrategy", start_step: int | None, nonfinite: str | None) -> None:
+    """Refuse options that are out of bounds or contradict each other.
+
+    Args:
+        strategy: The strategy.
+        start_step: As the user gave it.
+        nonfinite: As the user gave it.
+
+    Raises:
+        ValueError: Saying what to do instead.
+
+    """
+    from lightning_commopt.strategies.commopt import Nonfinite
+
+    name, plain = strategy.compression.name, isinstance(strategy.compression, Uncompressed)
+    if (
+        strategy._ddp_comm_hook is not None
+        or strategy._ddp_comm_state is not None
+        or strategy._ddp_comm_wrapper is not None
+    ):
+        raise ValueError(
+            "`ddp_comm_hook`, `ddp_comm_state` and `ddp_comm_wrapper` would replace our own hook: select a method with "
+            "`compression=...`, or use Lightning's `DDPStrategy` for a hook of yours."
+        )
+    if strategy._model_averaging_period is not None:
+        raise ValueError("`model_averaging_period` needs a `ddp_comm_hook`: use Lightning's `DDPStrategy` for it.")
+    if start_step is not None and start_step < 0:
+        raise ValueError(f"`start_step={start_step}`: `start_step` must be >= 0, or None for the method's default.")
+    if start_step and plain:
+        raise ValueError(f"`start_step={start_step}` has no meaning for method `{name}`: leave it out.")
+    if nonfinite is not None and nonfinite not in get_args(Nonfinite):
+        raise ValueError(f"`nonfinite={nonfinite!r}` must be one of {', '.join(map(repr, get_args(Nonfinite)))}.")
+    if nonfinite in ("error", "skip") and plain:
+        raise ValueError(
+            f"`nonfinite={nonfinite!r}` cannot be honoured by method `{name}`, which leaves gradients to DDP's own "
+            "reducer: choose a compression method, or use `Trainer(detect_anomaly=True)`."
+        )
+    if strategy._process_group_backend == "mpi" and not dist.is_mpi_available():
+        raise ValueError(
+            "`process_group_backend='mpi'`: this build of torch has no MPI. Leave it out for nccl or gloo."
+        )
+    _check_hierarchy(strategy, name)
+    if not plain:
+        _refuse_ddp_options(strategy, name)
+
+
+def _check_hierarchy(strategy: "CommOptStrategy", name: str) -> None:
+    """Refuse a hierarchy that is none, or that the method cannot have."""
+    hierarchy, method = strategy.hierarchy, strategy.compression
+    if hierarchy is False or hierarchy == "auto":
+        return
+    if isinstance(hierarchy, bool) or not isinstance(hierarchy, int) or hierarchy < 2:
+        raise ValueError(f"`hierarchy={hierarchy!r}` must be 'auto', False, or the number of ranks on a node (>= 2).")
+    if isinstance(method, Uncompressed):
+        raise ValueError(
+            f"`hierarchy={hierarchy}` has no meaning for method `{name}`: DDP's own reducer decides how gradients "
+            "travel (NCCL has its own hierarchy). Leave it out, or choose a method."
+        )
+    if method.summable:
+        raise ValueError(
+            f"`hierarchy={hierarchy}` with method `{name}`: a shard would cut through its matrices, and its few bytes "
+            "travel in one all-reduce. Leave `hierarchy` out."
+        )
+
+
+def _refuse_ddp_options(strategy: "CommOptStrategy", name: str) -> None:
+    """Refuse DDP arguments that exclude a hook or change buckets under it."""
+    reasons = {
+        "static_graph": "it delays the first exchange past our hook",
+        "mixed_precision": "DDP registers a hook of its own for it; use `Trainer(precision=...)`",
+        "delay_all_reduce_named_params": "these parameters would bypass our hook",
+    }
+    for option, reason in reasons.items():
+        if strategy._ddp_kwargs.get(option):
+            raise ValueError(f"`{option}` cannot be combined with method `{name}`: {reason}. Or {_NO_COMPRESSION}.")
+
+
+def check_devices(strategy: "CommOptStrategy") -> None:
+    """Refuse devices and backends on which gradients cannot be exchanged.
+
+    Raises:
+        ValueError: Saying what to do instead.
+
+    """
+    device, backend = strategy.root_device.type, strategy._process_group_backend
+    if device == "mps":
+        raise ValueError("MPS devices have no process group backend: use `Trainer(accelerator='cpu')` or CUDA devices.")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"Strategy `commopt` runs on CPU and CUDA devices, not on {device}.")
+    expected = "nccl" if device == "cuda" else "gloo"
+    if backend not in (None, expected) and not isinstance(strategy.compression, Uncompressed):
+        raise ValueError(
+            f"`process_group_backend={backend!r}` with method `{strategy.compression.name}` on {device}: compressed "
+            f"payloads travel by {expected} there. Leave `process_group_backend` out, or {_NO_COMPRESSION}."
+        )
+
+
+def check_model(strategy: "CommOptStrategy", model: nn.Module) -> None:
+    """Refuse models whose gradients a method cannot carry.
+
+    Raises:
+        ValueError: Naming the parameter or module, and what to do instead.
+
+    """
+    method = strategy.compression.name
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(
+                f"`{name}` yields sparse gradients, which method `{method}` does not carry: set `sparse=False` there, "
+                f"or {_NO_COMPRESSION}."
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.dtype.is_floating_point:
+            raise ValueError(
+                f"`{name}` is {parameter.dtype}, which method `{method}` does not carry: {_NO_COMPRESSION}."
+            )
+    if getattr(torch._dynamo.config, "optimize_ddp", None) == "python_reducer":
+        raise ValueError("`torch._dynamo.config.optimize_ddp='python_reducer'` bypasses our hook: leave it at True.")
+
+
+def check_optimizers(strategy: "CommOptStrategy") -> None:
+    """Refuse ways of stepping under which `nonfinite` cannot be honoured.
+
+    Raises:
+        ValueError: Saying what to do instead.
+
+    """
+    if strategy.nonfinite == "skip" and any(isinstance(o, LBFGS) for o in strategy.optimizers):
+        raise ValueError("`nonfinite='skip'` cannot skip LBFGS, which evaluates its closure itself: choose 'error'.")
+
+
+def fingerprint(strategy: "CommOptStrategy", model: nn.Module) -> dict[str, str]:
+    """Return what must be equal on all ranks, by field."""
+    fields = {
+        "lightning_commopt version": __version__,
+        "torch version": torch.__version__,
+        "lightning version": lightning.__version__,
+        "python version": platform.python_version(),
+        "compression": repr(strategy.compression),
+        "hierarchy": str(strategy.hierarchy),
+        "start_step": str(strategy.start_step),
+        "nonfinite": strategy.nonfinite,
+        "DDP arguments": repr(sorted((k, str(v)) for k, v in strategy._ddp_kwargs.items())),
+        "precision": str(strategy.precision_plugin.precision),
+        "number of parameters": str(sum(1 for _ in model.parameters())),
+    }
+    for name, p in model.named_parameters():
+        fields[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+    return fields
+
+
+def warn_of_mixed_devices(names: list[str]) -> None:
+    """Say which rank runs on another kind of device than rank 0."""
+    for rank, name in enumerate(names):
+        if name != names[0]:
+            rank_zero_warn(
+                f"Rank {rank} runs on {name}, rank 0 on {names[0]}: bit-equal replicas are promised on identical "
+                "devices only."
+            )
+            return

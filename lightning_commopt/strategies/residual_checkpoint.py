@@ -1,0 +1,188 @@
+"""Residuals in checkpoints: one file while they are small, else a file a rank beside it."""
+
+import hashlib
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_commopt.routes import ControlGroup, GradientPath
+from lightning_commopt.strategies.regroup import RankState, mean_over_ranks, regrouped, whole
+
+__all__ = ["KEY", "ResidualCheckpoint", "ResidualPolicy"]
+
+ResidualPolicy = Literal["per_rank", "mean", "drop"]
+
+KEY = "commopt"
+"""Our entry in a checkpoint."""
+
+_INLINE_BYTES = 64_000_000  # together, over ranks
+_PER_RANK_UP_TO = 8
+
+
+class Written(NamedTuple):
+    """Rank files of one save."""
+
+    path: str
+    save_id: str
+
+
+class ResidualCheckpoint:
+    """Adds residuals to a checkpoint and gives them back.
+
+    Rank files carry a fresh id with every save and are never overwritten; the main file, written last, lists them with
+    digests. A crash between the two leaves the previous pair whole, so a pair is swept only when two newer ones exist.
+
+    Args:
+        policy: ``"per_rank"``, ``"mean"``, ``"drop"``, or None for ``"per_rank"`` up to 8 ranks and ``"mean"`` above.
+        signature: Method and bucket options. Residuals of another signature are regrouped.
+
+    """
+
+    def __init__(self, policy: ResidualPolicy | None, signature: str) -> None:
+        if policy is not None and policy not in get_args(ResidualPolicy):
+            raise ValueError(f"`residuals={policy!r}` must be one of {', '.join(map(repr, get_args(ResidualPolicy)))}.")
+        self.policy = policy
+        self.signature = signature
+        self._loaded: tuple[str, Mapping[str, Any]] | None = None
+        self._kept: dict[str, list[str]] = {}
+
+    def add(
+        self, checkpoint: dict[str, Any], filepath: str, path: GradientPath, control: ControlGroup, io: CheckpointIO
+    ) -> Written | None:
+        """Put the residuals into ``checkpoint``, or into files beside ``filepath``. A collective.
+
+        Returns:
+            The rank files that were written, if any.
+
+        """
+        policy = self.policy or ("per_rank" if control.world <= _PER_RANK_UP_TO else "mean")
+        entry: dict[str, Any] = {
+            "version": 1,
+            "method": self.signature,
+            "world": control.world,
+            "shards": path.shards,
+            "policy": policy,
+            "applied_steps": path.applied_steps,
+            "rounds": path.rounds,
+        }
+        checkpoint[KEY] = entry
+        if policy == "drop" or not path.method.error_feedback:
+            return None
+        state = path.state()
+        if policy == "mean":
+            entry["mean"] = mean_over_ranks(state, path, control)
+            entry["method_state"] = {k: parts for k, parts in state.items() if k not in ("first", "second")}
+            return None
+        if sum(control.all_gather(_nbytes(state))) <= _INLINE_BYTES:
+            entry["residuals"] = control.gather(state)
+            return None
+        target, save_id = control.broadcast((filepath, uuid.uuid4().hex[:8]))
+        io.save_checkpoint(state, _rank_file(target, save_id, control.rank))
+        entry["digests"] = control.all_gather(_digest(state))
+        entry["files"] = [os.path.basename(_rank_file(target, save_id, rank)) for rank in range(control.world)]
+        return Written(target, save_id)
+
+    def sweep(self, written: Written) -> None:
+        """Remove rank files of saves older than the last two to the same path."""
+        kept = self._kept.setdefault(written.path, [])
+        kept.append(written.save_id)
+        del kept[:-2]
+        _remove_rank_files(written.path, kept)
+
+    def remove(self, filepath: str) -> None:
+        """Remove all rank files of a checkpoint that is removed."""
+        self._kept.pop(filepath, None)
+        _remove_rank_files(filepath, ())
+
+    def remember(self, filepath: str, checkpoint: Mapping[str, Any]) -> None:
+        """Keep our entry of a loaded checkpoint until the gradient path exists."""
+        self._loaded = (filepath, checkpoint.get(KEY, {}))
+
+    def restore(self, path: GradientPath, control: ControlGroup, io: CheckpointIO) -> None:
+        """Give the remembered residuals to the gradient path. A collective."""
+        if self._loaded is None:
+            return
+        filepath, entry = self._loaded
+        self._loaded = None
+        if not entry:
+            rank_zero_warn("The checkpoint was written without this strategy: residuals start at zero.")
+            return
+        path.applied_steps, path.rounds = entry["applied_steps"], entry["rounds"]
+        same = entry["world"] == control.world and entry["method"] == self.signature
+        if "mean" in entry:
+            path.load_state({"first": whole(entry["mean"])} | entry["method_state"])
+            return
+        states = self._read(filepath, entry, control, io, [control.rank] if same else list(range(entry["world"])))
+        if states is None:
+            return
+        if same:
+            path.load_state(states[0])
+            return
+        shards = {"old_shards": entry["shards"], "new_shards": path.shards}
+        path.load_state(regrouped(states, control.world, control.rank, **shards))
+        rank_zero_info(
+            f"commopt: residuals of {entry['world']} rank(s) under {entry['method']} were regrouped for "
+            f"{control.world} rank(s) under {self.signature}; their mean is kept."
+        )
+
+    def forget(self) -> None:
+        """Say that remembered residuals are not used, since the run has no gradient path."""
+        if self._loaded is not None and self._loaded[1].get("policy", "drop") != "drop":
+            rank_zero_warn(
+                f"Residuals of {self._loaded[1]['method']} in the checkpoint are dropped: no method is active."
+            )
+        self._loaded = None
+
+    def _read(
+        self, filepath: str, entry: Mapping[str, Any], control: ControlGroup, io: CheckpointIO, ranks: Sequence[int]
+    ) -> list[RankState] | None:
+        """Return the states of some old ranks; a file that is missing or damaged counts as zero, with one warning."""
+        if "residuals" in entry:
+            return [entry["residuals"][rank] for rank in ranks]
+        if "files" not in entry:
+            return None
+        folder, states, bad = os.path.dirname(os.path.realpath(filepath)), [], []
+        for rank in ranks:
+            try:
+                state = io.load_checkpoint(os.path.join(folder, entry["files"][rank]))
+                if _digest(state) != entry["digests"][rank]:
+                    raise ValueError("its digest differs")
+            except Exception as error:  # whatever is wrong with a file, the run goes on without it
+                state = {}
+                bad.append(f"{entry['files'][rank]}: {error}")
+            states.append(state)
+        if all_bad := [line for lines in control.all_gather(bad) for line in lines]:
+            rank_zero_warn(f"{len(all_bad)} residual file(s) could not be used and count as zero: {all_bad[0]}")
+        return states
+
+
+def _nbytes(state: RankState) -> int:
+    return sum(t.nbytes for parts in state.values() for pieces in parts.values() for _, t in pieces)
+
+
+def _digest(state: RankState) -> str:
+    """Return a digest of names, places and bits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for kind in sorted(state):
+        for name, pieces in sorted(state[kind].items()):
+            for first, values in pieces:
+                digest.update(f"{kind} {name} {first}".encode())
+                digest.update(values.contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def _rank_file(path: str, save_id: str, rank: int) -> str:
+    return f"{path}.{KEY}-{save_id}-rank{rank:05d}.pt"
+
+
+def _remove_rank_files(path: str, kept: Sequence[str]) -> None:
+    """Remove the rank files beside ``path`` whose save is not in ``kept``."""
+    files = get_filesystem(path)
+    for file in files.glob(f"{path}.{KEY}-*"):
+        if not any(f".{KEY}-{save_id}-" in str(file) for save_id in kept):
+            files.rm(file)
