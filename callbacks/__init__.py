@@ -1,0 +1,14 @@
+"""Callbacks that measure and report how ranks work together."""
+
+if __name__ != "lightning_commopt.callbacks":
+    raise ImportError(
+        f"The package was imported as `{__name__}`, which is only the folder of its source. "
+        "Import `lightning_commopt.callbacks` instead."
+    )
+
+from lightning_commopt.callbacks.averages import RankTimes, StepAverages
+from lightning_commopt.callbacks.lr_scaling import LinearLRScaling
+from lightning_commopt.callbacks.monitor import CommMonitor
+from lightning_commopt.callbacks.summary import CommSummary
+
+__all__ = ["CommMonitor", "CommSummary", "LinearLRScaling", "RankTimes", "StepAverages"]

@@ -1,0 +1,131 @@
+"""The measurement of one fit."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.data import extract_batch_size
+
+from lightning_commopt.callbacks.averages import WARM_UP_STEPS, RankCounters, StepAverages, averages_between
+from lightning_commopt.callbacks.replicas import first_difference
+from lightning_commopt.callbacks.sources import CommSource
+from lightning_commopt.callbacks.step_clock import StepClock
+from lightning_commopt.callbacks.summary import CommSummary
+from lightning_commopt.callbacks.wrapped import WrappedMethods
+
+__all__ = ["FitMeasurement"]
+
+
+class FitMeasurement:
+    """Counts from the first batch of a fit; compares ranks at the end of the warm-up, of each interval, and of the fit.
+
+    Args:
+        trainer: About to train.
+        source: Statistics of its strategy.
+        every_n_steps: Length of an interval; 0 for none.
+
+    """
+
+    def __init__(self, trainer: "pl.Trainer", source: CommSource, every_n_steps: int) -> None:
+        self.trainer = trainer
+        self.source = source
+        self.every_n_steps = every_n_steps
+        self.clock = StepClock()
+        self._global_step = trainer.global_step
+        self._start = self._first = self._last = self._snapshot()
+        self._warm = False
+        self._wrapped = WrappedMethods()
+        self._wrapped.wrap(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._hidden_barrier)
+        self._wrapped.wrap(trainer, "save_checkpoint", self.clock.paused)
+        self.clock.resume()
+
+    def batch_done(self, batch: Any) -> StepAverages | None:
+        """Count a batch, and the step that it may have ended. A collective at an interval's end.
+
+        Returns:
+            The averages of an interval that has ended now.
+
+        """
+        self.clock.add_samples(_samples_in(batch))
+        before, now = self._global_step, self.trainer.global_step
+        if now == before:
+            return None
+        self._global_step = now
+        counters = self.clock.close_step(now - before)
+        due = self.every_n_steps > 0 and now // self.every_n_steps > before // self.every_n_steps
+        if not self._warm:
+            self._end_warm_up(counters.steps)
+            return None
+        return self._end_interval() if due else None
+
+    def finish(self) -> CommSummary:
+        """Compare all ranks after the last batch, and say what the fit came to. A collective."""
+        self.clock.pause()
+        last = self._snapshot()
+        averages = averages_between(self._first, last) if self._warm else StepAverages()
+        stats = [rank.stats for rank in last]
+        world = len(last)
+        differs = first_difference(self.trainer.lightning_module, self.source.all_gather) if world > 1 else None
+        return CommSummary(
+            **{field.name: getattr(averages, field.name) for field in fields(averages)},
+            method=stats[0].method,
+            world_size=world,
+            steps=self.clock.closed.steps,
+            skipped_steps=self.source.skipped_steps((last[0] - self._start[0]).stats),
+            memory_mb=max(rank.memory_bytes for rank in stats) / 1e6,
+            validation=self.source.all_gather(_validation_loss(self.trainer))[0],
+            replicas_equal=differs is None if world > 1 else None,
+            first_difference=differs,
+        )
+
+    def restore(self) -> None:
+        """Give Lightning its methods back. Not a collective."""
+        self._wrapped.restore()
+
+    def _end_warm_up(self, steps: int) -> None:
+        """Measure from here on, once there were enough steps."""
+        if steps >= WARM_UP_STEPS:
+            self._warm = True
+            self._first = self._last = self._snapshot()
+
+    def _end_interval(self) -> StepAverages:
+        """Average the steps since the last interval."""
+        before, self._last = self._last, self._snapshot()
+        return averages_between(before, self._last)
+
+    def _snapshot(self) -> list[RankCounters]:
+        """Return every rank's counters; the time for it counts as waiting in the next step."""
+        with self.clock.barrier():
+            clocks = self.source.all_gather(self.clock.closed)
+            return [RankCounters(*pair) for pair in zip(clocks, self.source.gather_stats(), strict=True)]
+
+    @contextmanager
+    def _hidden_barrier(self) -> Iterator[None]:
+        """Time the broadcast that Lightning does over the world before every batch."""
+        device = self.trainer.strategy.root_device
+        if device.type == "cuda":  # it waits for the device anyway, and that is not waiting for other ranks
+            torch.cuda.current_stream(device).synchronize()
+        with self.clock.barrier():
+            yield
+
+
+def _samples_in(batch: Any) -> int | None:
+    """Return the samples of a batch, None where it does not tell."""
+    if batch is None:
+        return 0
+    try:
+        return extract_batch_size(batch)
+    except MisconfigurationException:
+        return None
+
+
+def _validation_loss(trainer: "pl.Trainer") -> tuple[str, float] | None:
+    """Return name and value of the loss that validation logged."""
+    metrics = trainer.callback_metrics
+    names = [name for name in metrics if "val" in name.lower() and "loss" in name.lower()]
+    name = "val_loss" if "val_loss" in names else min(names, default=None)
+    return None if name is None else (name, float(metrics[name]))

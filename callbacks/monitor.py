@@ -1,0 +1,147 @@
+"""The callback that measures a fit and says what it came to."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import Callback, RichProgressBar
+from typing_extensions import override
+
+from lightning_commopt.callbacks.averages import StepAverages
+from lightning_commopt.callbacks.end_table import print_table
+from lightning_commopt.callbacks.fit_measurement import FitMeasurement
+from lightning_commopt.callbacks.sources import is_measurable, source_for
+from lightning_commopt.callbacks.summary import CommSummary
+
+__all__ = ["CommMonitor"]
+
+
+class CommMonitor(Callback):
+    """Measure how much of a fit is computing, communicating and waiting; log it, and print a table at the end.
+
+    Works under :class:`~lightning_commopt.CommOptStrategy` with any method, and under Lightning's own
+    :class:`~lightning.pytorch.strategies.DDPStrategy`, to compare with. With one process there is time and throughput
+    to tell. Under another strategy it warns and does nothing.
+
+    Every ``every_n_steps`` optimizer steps the Trainer's loggers get the averages of the steps since the last time,
+    over all ranks:
+
+    ============================== ============ =======================================================================
+    key                            unit         meaning
+    ============================== ============ =======================================================================
+    ``commopt/samples_per_s``      samples/s    samples of all ranks together
+    ``commopt/step_ms``            ms           wall time of an optimizer step with all its accumulated batches, without
+                                                validation and checkpoints; the sum of the next three
+    ``commopt/compute_ms``         ms           the rest after communication and waiting: forward, backward, optimizer,
+                                                data loading, logging
+    ``commopt/exposed_comm_ms``    ms           backward had nothing left to compute, and gradients still travelled
+    ``commopt/waiting_ms``         ms           waiting for a slower rank: in the gradient exchange, and in the
+                                                broadcast that Lightning does before every batch
+    ``commopt/sent_mb_per_step``   MB (1e6 B)   gradients that one rank sends
+    ``commopt/compression_ratio``  -            bytes of plain DDP over bytes sent
+    ``commopt/compression_error``  -            largest ``||residual|| / ||input||`` of a bucket, when last sampled
+    ============================== ============ =======================================================================
+
+    A key is left out where nothing was measured (the error under a method that samples none, samples of a batch that
+    does not tell its size). The first three steps of a fit are warm-up and not counted. Ranks talk to each other at
+    the end of the warm-up, of an interval and of the fit, never in between.
+
+    After the fit :attr:`summary` holds the numbers of the table on every rank (not in the main process of ``spawn``
+    or ``fork``, which is none).
+
+    Args:
+        every_n_steps: Optimizer steps between two logs. None: the Trainer's ``log_every_n_steps``.
+        table: Whether rank 0 prints the table at the end.
+
+    Raises:
+        ValueError: ``every_n_steps`` is below 1.
+
+    Attributes:
+        summary: What the last fit came to; None before its end, and after a fit that failed.
+
+    """
+
+    def __init__(self, every_n_steps: int | None = None, table: bool = True) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(
+                f"`every_n_steps` must be at least 1 (or None for the Trainer's own), got {every_n_steps}."
+            )
+        self.every_n_steps = every_n_steps
+        self.table = table
+        self.summary: CommSummary | None = None
+        self._fit: FitMeasurement | None = None
+
+    @override
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        if stage != "fit":
+            return
+        self._drop()
+        self.summary = None
+        if not is_measurable(trainer):
+            rank_zero_warn(
+                f"`CommMonitor` cannot measure `{type(trainer.strategy).__name__}` and is not active in this fit. It "
+                "measures `CommOptStrategy` and `DDPStrategy`: use `strategy='commopt'` or `'ddp'`."
+            )
+        elif trainer.world_size == 1:
+            rank_zero_info("`CommMonitor`: one process has nothing to exchange; only time and throughput are measured.")
+
+    @override
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        if is_measurable(trainer):
+            every_n_steps = self.every_n_steps or trainer.log_every_n_steps
+            self._fit = FitMeasurement(trainer, source_for(trainer), every_n_steps)
+
+    @override
+    def on_train_batch_start(self, *args: Any) -> None:
+        if self._fit is not None:
+            self._fit.clock.resume()
+
+    @override
+    def on_after_backward(self, *args: Any) -> None:
+        if self._fit is not None:
+            self._fit.source.note_backward()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._fit is not None and (averages := self._fit.batch_done(batch)) is not None:
+            _log(trainer, averages)
+
+    @override
+    def on_validation_start(self, *args: Any) -> None:
+        if self._fit is not None:
+            self._fit.clock.pause()  # until the next training batch begins
+
+    @override
+    def on_train_end(self, *args: Any) -> None:
+        if self._fit is not None:
+            self.summary = self._fit.finish()
+            self._fit.source.close()
+            self._drop()
+
+    @override
+    def on_exception(self, *args: Any) -> None:
+        self._drop()
+
+    @override
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        self._drop()
+        if stage == "fit" and self.summary is not None and self.table and trainer.is_global_zero:
+            bar = trainer.progress_bar_callback
+            if isinstance(bar, RichProgressBar):
+                bar.teardown(trainer, pl_module, stage)  # it would draw below the table; a second call does nothing
+            print_table(self.summary)
+
+    def _drop(self) -> None:
+        """Forget the running measurement."""
+        if self._fit is not None:
+            self._fit.restore()
+            self._fit = None
+
+
+def _log(trainer: "pl.Trainer", averages: StepAverages) -> None:
+    """Hand averages to the loggers."""
+    if trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.log_metrics(averages.metrics(), step=trainer.global_step)

@@ -1,0 +1,35 @@
+"""What a fit came to."""
+
+from dataclasses import dataclass
+
+from lightning_commopt.callbacks.averages import StepAverages
+
+__all__ = ["CommSummary"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommSummary(StepAverages):
+    """The numbers of the end table; the same on every rank. Averages leave out the warm-up steps.
+
+    Args:
+        method: The compression method in force; ``"ddp"`` under Lightning's own strategy.
+        world_size: Ranks.
+        steps: Optimizer steps of the fit.
+        skipped_steps: Those that were not applied because of a non-finite gradient; None where nobody counts them.
+        memory_mb: Extra memory of the method, on the rank that has most.
+        validation: Name and value (on rank 0) of the last validation loss; None when there was none.
+        replicas_equal: Whether all ranks ended with the same bits in every parameter; None for one process.
+        first_difference: Where they do not: the first parameter that differs, and the ranks where it differs from
+            rank 0.
+        **averages: As in :class:`StepAverages`.
+
+    """
+
+    method: str
+    world_size: int
+    steps: int
+    skipped_steps: int | None
+    memory_mb: float
+    validation: tuple[str, float] | None = None
+    replicas_equal: bool | None = None
+    first_difference: tuple[str, tuple[int, ...]] | None = None
