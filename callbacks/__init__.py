@@ -6,9 +6,7 @@ if __name__ != "lightning_commopt.callbacks":
         "Import `lightning_commopt.callbacks` instead."
     )
 
-from lightning_commopt.callbacks.averages import RankTimes, StepAverages
 from lightning_commopt.callbacks.lr_scaling import LinearLRScaling
-from lightning_commopt.callbacks.monitor import CommMonitor
-from lightning_commopt.callbacks.summary import CommSummary
+from lightning_commopt.callbacks.monitor import CommMonitor, CommSummary, RankTimes, StepAverages
 
 __all__ = ["CommMonitor", "CommSummary", "LinearLRScaling", "RankTimes", "StepAverages"]

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_commopt import CommOptStrategy
 from lightning_commopt.callbacks import CommMonitor, CommSummary, RankTimes
-from lightning_commopt.callbacks.end_table import plain_table
-from lightning_commopt.callbacks.replicas import bits_hash
-from lightning_commopt.callbacks.step_clock import StepClock
+from lightning_commopt.callbacks.monitor.end_table import plain_table
+from lightning_commopt.callbacks.monitor.replicas import bits_hash
+from lightning_commopt.callbacks.monitor.step_clock import StepClock
 from lightning_commopt.routes import ControlGroup
 from tests.pool import WorkerFailure, WorkerPool, trainer
 

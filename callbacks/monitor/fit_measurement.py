@@ -10,12 +10,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.data import extract_batch_size
 
-from lightning_commopt.callbacks.averages import WARM_UP_STEPS, RankCounters, StepAverages, averages_between
-from lightning_commopt.callbacks.replicas import first_difference
-from lightning_commopt.callbacks.sources import CommSource
-from lightning_commopt.callbacks.step_clock import StepClock
-from lightning_commopt.callbacks.summary import CommSummary
-from lightning_commopt.callbacks.wrapped import WrappedMethods
+from lightning_commopt.callbacks.monitor.averages import WARM_UP_STEPS, RankCounters, StepAverages, averages_between
+from lightning_commopt.callbacks.monitor.replicas import first_difference
+from lightning_commopt.callbacks.monitor.sources import CommSource
+from lightning_commopt.callbacks.monitor.step_clock import StepClock
+from lightning_commopt.callbacks.monitor.summary import CommSummary
+from lightning_commopt.callbacks.monitor.wrapped import WrappedMethods
 
 __all__ = ["FitMeasurement"]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_commopt.callbacks.averages import StepAverages
+from lightning_commopt.callbacks.monitor.averages import StepAverages
 
 __all__ = ["CommSummary"]
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from lightning_commopt.callbacks.averages import WARM_UP_STEPS
-from lightning_commopt.callbacks.summary import CommSummary
+from lightning_commopt.callbacks.monitor.averages import WARM_UP_STEPS
+from lightning_commopt.callbacks.monitor.summary import CommSummary
 
 __all__ = ["Row", "plain_table", "print_table", "rows"]
 

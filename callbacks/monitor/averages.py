@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_commopt.callbacks.step_clock import StepCounters
+from lightning_commopt.callbacks.monitor.step_clock import StepCounters
 from lightning_commopt.measure import CommStats
 
 __all__ = ["WARM_UP_STEPS", "RankCounters", "RankTimes", "StepAverages", "averages_between"]

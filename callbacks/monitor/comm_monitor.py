@@ -7,11 +7,11 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 from typing_extensions import override
 
-from lightning_commopt.callbacks.averages import StepAverages
-from lightning_commopt.callbacks.end_table import print_table
-from lightning_commopt.callbacks.fit_measurement import FitMeasurement
-from lightning_commopt.callbacks.sources import is_measurable, source_for
-from lightning_commopt.callbacks.summary import CommSummary
+from lightning_commopt.callbacks.monitor.averages import StepAverages
+from lightning_commopt.callbacks.monitor.end_table import print_table
+from lightning_commopt.callbacks.monitor.fit_measurement import FitMeasurement
+from lightning_commopt.callbacks.monitor.sources import is_measurable, source_for
+from lightning_commopt.callbacks.monitor.summary import CommSummary
 
 __all__ = ["CommMonitor"]
 
