@@ -87,7 +87,9 @@ class BlockQuantization(Compression):
 
     def _split(self, payload: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
         """Return the scales (bfloat16) and the codes (uint8, a row a block) of a payload as views."""
-        return payload[: 2 * blocks].view(torch.bfloat16), payload[2 * blocks :].view(blocks, -1)
+        return payload[: 2 * blocks].view(torch.bfloat16), payload[2 * blocks :].view(
+            blocks, self.block * self.bits // 8
+        )
 
     def _tiles(self, blocks: int, start: int) -> Iterator[tuple[slice, int]]:
         """Yield the blocks of each tile and the packed offset of its first element."""

@@ -49,7 +49,8 @@ class Int8(BlockQuantization):
 
     @override
     def encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, context: Context) -> None:
-        step, inverse = quantization_step(values, 127.0, scales, context)
+        largest = 126.5 if self.stochastic else 127.0  # room for rounding up: the clamp would bend the expectation
+        step, inverse = quantization_step(values, largest, scales, context)
         code = torch.mul(values, inverse, out=context.scratch.get("code", values.shape, torch.float32))
         if self.stochastic:
             code.add_(rounding_noise(values.numel(), self.seed, context).view_as(code)).floor_()

@@ -13,10 +13,10 @@ __all__ = ["rounding_noise"]
 def rounding_noise(numel: int, seed: int, context: Context) -> Tensor:
     """Return uniform noise in [0, 1) for ``numel`` elements from ``context.start`` on.
 
-    Each number is a hash of (seed, round, hop, rank, parameter, element): independent between ranks (a stream shared by
-    ranks gives correlated errors that do not average out), the same after a resume, and independent of the layout. The
-    hash is the finaliser of MurmurHash3 (A. Appleby, public domain), counter-based as in Salmon et al., "Parallel
-    random numbers: as easy as 1, 2, 3" (SC 2011): no generator state, no host synchronisation.
+    Each number is a hash of (seed, round, hop, sending rank, parameter, element): independent between ranks (a stream
+    shared by ranks gives correlated errors that do not average out), the same after a resume, and independent of the
+    layout. The hash is the finaliser of MurmurHash3 (A. Appleby, public domain), counter-based as in Salmon et al.,
+    "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): no generator state, no host synchronisation.
 
     Args:
         numel: Number of elements.
@@ -29,7 +29,8 @@ def rounding_noise(numel: int, seed: int, context: Context) -> Tensor:
     """
     noise = torch.full((numel,), 0.5, device=context.scratch.device)
     for segment, first, last in context.overlapping(context.start, numel):
-        words = f"{seed},{context.round},{context.hop},{context.rank},{segment.parameter.name}"
+        sender = context.rank if context.hop == 1 else "owner"  # which rank owns an element depends on the layout
+        words = f"{seed},{context.round},{context.hop},{sender},{segment.parameter.name}"
         key = zlib.crc32(words.encode())
         begin = context.start + first - segment.packed_offset
         counter = torch.arange(begin, begin + last - first, dtype=torch.int64, device=noise.device)

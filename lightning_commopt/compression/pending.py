@@ -67,7 +67,9 @@ class PendingBuffer:
         self.spans = tuple(spans)
         self.final = torch.zeros(numel, device=device)
         self.pending = torch.zeros(numel, device=device) if shadow else self.final
-        self._open = [False] * len(self.spans)
+        self._open = [False] * len(self.spans)  # which parameters' pending state is valid and not yet final
+        self._before: dict[int, Tensor] = {}  # their pending state before the running round
+        self._written = False  # whether the running round wrote anything
         self._gaps = gaps_between([span.buffer for span in self.spans], numel)
 
     @property
@@ -81,7 +83,7 @@ class PendingBuffer:
         return self.final.nbytes * (2 if self.shadow else 1)
 
     def update(self, write: Callable[[Span, Tensor, Tensor], object]) -> Tensor:
-        """Write the pending state of every parameter and return the buffer.
+        """Write the pending state of every parameter and return the buffer; :meth:`round_done` must follow.
 
         Args:
             write: ``write(span, latest, out)`` writes one parameter's new state into ``out``; ``latest`` is its state
@@ -89,53 +91,68 @@ class PendingBuffer:
 
         """
         for i, span in enumerate(self.spans):
+            if self._open[i] and self.shadow:
+                self._before[i] = self.pending[span.buffer].clone()
             latest = self.pending if self._open[i] else self.final
             write(span, latest[span.buffer], self.pending[span.buffer])
-            self._open[i] = True
         for gap in self._gaps:
             self.pending[gap].zero_()
+        self._written = True
         return self.pending
+
+    def round_done(self, usable: Sequence[bool] | Tensor) -> None:
+        """Take back what the round wrote for parameters that its result did not reach.
+
+        Args:
+            usable: For each parameter of the bucket, whether some rank used it and it was finite. A bool tensor on the
+                device is not waited for.
+
+        """
+        if not self.shadow or not self._written:
+            return
+        if isinstance(usable, Tensor):
+            for i, span in enumerate(self.spans):
+                before = self._before.get(i, self.final[span.buffer])
+                part = self.pending[span.buffer]
+                torch.where(usable[span.index], part, before, out=part)
+            self._open = [True] * len(self.spans)
+        else:
+            for i, span in enumerate(self.spans):
+                if not usable[span.index] and i in self._before:
+                    self.pending[span.buffer].copy_(self._before[i])
+                else:
+                    self._open[i] = bool(usable[span.index])
+        self._before.clear()
+        self._written = False
 
     def latest(self, position: int) -> Tensor:
         """Return the state of the parameter of span number ``position``, as the next round finds it."""
         buffer = self.pending if self._open[position] else self.final
         return buffer[self.spans[position].buffer]
 
-    def commit(self, applied: bool | Tensor, usable: Sequence[bool] | Tensor, names: frozenset[str] | None) -> None:
+    def commit(self, applied: bool | Tensor, names: frozenset[str] | None) -> None:
         """Make pending state final, or forget it.
 
         Args:
             applied: Whether the optimizer stepped. A 0-d bool tensor on the device is not waited for.
-            usable: For each parameter of the bucket, whether the round's result reached it: some rank used it, and
-                it was finite. A bool tensor on the device is not waited for.
             names: The parameters whose optimizer it was; None for all.
 
         """
         mine = [i for i, span in enumerate(self.spans) if self._open[i] and (names is None or span.name in names)]
         for i in mine:
             self._open[i] = False
-        if not self.shadow:
-            return
-        if isinstance(applied, Tensor) or isinstance(usable, Tensor):
-            self._commit_on_device(mine, applied, usable)
-            return
-        kept = [i for i in mine if applied and usable[self.spans[i].index]]
-        if len(kept) == len(self.spans):
+        if isinstance(applied, Tensor):
+            for part in (self.spans[i].buffer for i in mine):
+                torch.where(applied, self.pending[part], self.final[part], out=self.final[part])
+        elif applied and len(mine) == len(self.spans):
             self.final, self.pending = self.pending, self.final
-            return
-        for i in kept:
-            self.final[self.spans[i].buffer].copy_(self.pending[self.spans[i].buffer])
-
-    def _commit_on_device(self, mine: list[int], applied: bool | Tensor, usable: Sequence[bool] | Tensor) -> None:
-        """Commit without waiting for the device."""
-        for i in mine:
-            part, index = self.spans[i].buffer, self.spans[i].index
-            keep = torch.as_tensor(usable[index], device=self.final.device) & applied
-            torch.where(keep, self.pending[part], self.final[part], out=self.final[part])
+        elif applied:
+            for part in (self.spans[i].buffer for i in mine):
+                self.final[part].copy_(self.pending[part])
 
     def discard(self, thrown_away: Callable[[str], bool]) -> None:
         """Forget the pending state of parameters whose last result was thrown away."""
-        if self.shadow and any(self._open):
+        if any(self._open):
             self._open = [o and not thrown_away(s.name) for o, s in zip(self._open, self.spans, strict=True)]
 
     def clear(self, names: Collection[str]) -> None:

@@ -3,6 +3,6 @@
 from lightning_commopt.measure.clock import Clock, CpuClock, CudaClock, clock_for
 from lightning_commopt.measure.comm_stats import CommStats, Traffic
 from lightning_commopt.measure.recorder import Recorder
-from lightning_commopt.measure.reducer_stats import reducer_stats
+from lightning_commopt.measure.reducer_log import ReducerLog
 
-__all__ = ["Clock", "CommStats", "CpuClock", "CudaClock", "Recorder", "Traffic", "clock_for", "reducer_stats"]
+__all__ = ["Clock", "CommStats", "CpuClock", "CudaClock", "Recorder", "ReducerLog", "Traffic", "clock_for"]

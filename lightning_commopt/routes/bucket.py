@@ -88,11 +88,16 @@ class BucketState:
         """Bytes of state held."""
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
-    def commit(self, applied: bool | Tensor, names: frozenset[str] | None) -> None:
-        """See :meth:`PendingBuffer.commit`; a result is usable if some rank used the parameter and all were finite."""
+    def round_done(self) -> None:
+        """See :meth:`PendingBuffer.round_done`; a result is usable if some rank used the parameter and it is finite."""
         usable = self.flags_any == PRESENT
         for buffer in self.buffers.values():
-            buffer.commit(applied, usable.tolist() if usable.device.type == "cpu" else usable, names)
+            buffer.round_done(usable.tolist() if usable.device.type == "cpu" else usable)
+
+    def commit(self, applied: bool | Tensor, names: frozenset[str] | None) -> None:
+        """See :meth:`PendingBuffer.commit`."""
+        for buffer in self.buffers.values():
+            buffer.commit(applied, names)
 
     def discard(self, thrown_away: Callable[[str], bool]) -> None:
         """See :meth:`PendingBuffer.discard`."""

@@ -77,6 +77,7 @@ class GradientPath:
         self._buckets: dict[tuple[int, ...], BucketState] = {}
         self._loaded: dict[str, Parts] = {}
         self._usage = Usage(self.parameters) if track_usage else None
+        self._resumed = 0, 0
         self._promised = Traffic()
         self._dense_bytes = 0
         self._error_samples: list[Tensor] = []
@@ -118,7 +119,7 @@ class GradientPath:
         if self.node is not None:
             mean, exact_mean = self.node.all_gather(mean, exact_mean)
         with self.recorder.span("decode"):
-            unpack(parcel, mean, exact_mean, self._scale, bucket)
+            unpack(parcel, mean, exact_mean, self._scale, bucket, keep_unused=self._usage is not None)
         self._dense_bytes += 2 * (self.world - 1) * bucket.nbytes // self.world
 
     def _exchange(self, kept: BucketState, parcel: Parcel) -> None:
@@ -201,6 +202,8 @@ class GradientPath:
             )
         self.recorder.add("exposed", self._last_hook, end)
         self.rounds += 1
+        for kept in self._buckets.values():
+            kept.round_done()
         if self._usage is not None:
             self._usage.forget()
 
@@ -265,6 +268,11 @@ class GradientPath:
                 state.setdefault(kind, {}).update(buffer.parts())
         return state
 
+    def resume(self, rounds: int, applied_steps: int) -> None:
+        """Continue the count of rounds and applied steps; statistics begin at zero all the same."""
+        self.rounds, self.applied_steps = rounds, applied_steps
+        self._resumed = rounds, applied_steps
+
     def load_state(self, state: Mapping[str, Parts]) -> None:
         """Take state as :meth:`state` gave it; what it does not name keeps its initial value."""
         self._loaded = {kind: dict(parts) for kind, parts in state.items()}
@@ -280,9 +288,9 @@ class GradientPath:
         return CommStats(
             method=self.method.name,
             world_size=self.world,
-            rounds=self.rounds,
+            rounds=self.rounds - self._resumed[0],
             hook_calls=self.hook_calls,
-            applied_steps=self.applied_steps,
+            applied_steps=self.applied_steps - self._resumed[1],
             skipped_steps=self.skipped_steps,
             promised=self._promised,
             sent_bytes=self.transport.sent_bytes + inside,
@@ -296,12 +304,23 @@ class GradientPath:
             memory_bytes=self.scratch.nbytes + sum(kept.nbytes for kept in self._buckets.values()),
         )
 
-    def expected_memory_bytes(self) -> int:
-        """Return the bytes of state that the run will keep on this rank, before the first round has made them."""
+    def expected_memory_bytes(self, largest_bucket: int) -> int:
+        """Return about the bytes that the run will take on this rank, before the first round has taken them.
+
+        Args:
+            largest_bucket: Elements in DDP's largest bucket, for which there is working memory.
+
+        """
         compressed = sum(p.numel() for p in self.parameters.values() if not self.method.travels_exactly(p.shape))
-        own = self.method.memory_bytes(compressed // self._share.shards)
-        second = own // self.transport.world if self.route.second_hop else 0
-        return (own + second) * (2 if self.shadow else 1)
+        state = self.method.memory_bytes(compressed // self.shards)
+        state += state // self.transport.world if self.route.second_hop else 0
+        bucket = min(largest_bucket, compressed)
+        share = bucket // self.shards
+        packed = share * (1 if self.method.error_feedback else 2)
+        if self.node is not None:
+            packed = 3 * share + 4 * bucket  # sent, received and gathered in the node
+        copies = 2 if self.route.owners > 1 else self.transport.world + 1  # sent and received
+        return state * (2 if self.shadow else 1) + 4 * packed + copies * self.method.wire_bytes(share)
 
     def close(self) -> None:
         """End the stream; state and statistics stay readable."""

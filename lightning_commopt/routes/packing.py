@@ -60,11 +60,10 @@ def pack_exact(kept: BucketState, bucket: Tensor, scratch: Scratch) -> Tensor:
 
 def raise_flags(kept: BucketState, bucket: Tensor, present: Sequence[bool]) -> Tensor:
     """Say of each parameter whether this rank used it and whether its gradient is not finite."""
-    largest = [
-        torch.linalg.vector_norm(bucket[s.in_bucket], torch.inf) if s.parameter.numel else bucket.new_zeros(())
-        for s in kept.layout.segments
-    ]
-    nonfinite = torch.isfinite(torch.stack(largest)).logical_not_()
+    zero = bucket.new_zeros(1)  # stands in for an empty parameter
+    extremes = [torch.aminmax(bucket[s.in_bucket] if s.parameter.numel else zero) for s in kept.layout.segments]
+    finite = [torch.isfinite(torch.stack(side)) for side in zip(*extremes, strict=True)]  # both keep NaN
+    nonfinite = (finite[0] & finite[1]).logical_not_()
     used = torch.tensor(present, dtype=torch.uint8, device=bucket.device)
     kept.flags = used * PRESENT + nonfinite.to(torch.uint8) * NONFINITE
     return kept.flags
@@ -82,7 +81,9 @@ def fold_second_hop(kept: BucketState, values: Tensor, owners: int) -> None:
         kept.second.compensate(move)
 
 
-def unpack(parcel: Parcel, mean: Tensor, exact_mean: Tensor, scale: Tensor | None, bucket: Tensor) -> None:
+def unpack(
+    parcel: Parcel, mean: Tensor, exact_mean: Tensor, scale: Tensor | None, bucket: Tensor, keep_unused: bool
+) -> None:
     """Put the mean into the bucket; a parameter that was not finite on some rank becomes NaN on all.
 
     Args:
@@ -91,10 +92,16 @@ def unpack(parcel: Parcel, mean: Tensor, exact_mean: Tensor, scale: Tensor | Non
         exact_mean: Shape ``(exact_numel,)``, in the bucket's scale.
         scale: The factor that gradients carry; None for 1.
         bucket: Flat gradients, shape ``(numel,)``; overwritten.
+        keep_unused: Leave alone what no rank used: it may be an earlier round's result, seen through a view.
 
     """
+    present = (parcel.flags_any & PRESENT) != 0
     finite = torch.where((parcel.flags_any & NONFINITE) != 0, torch.nan, 1.0)
     scaled = finite if scale is None else finite * scale
     for segment in parcel.layout.segments:
         source, factor = (exact_mean, finite) if segment.parameter.exact else (mean, scaled)
-        torch.mul(source[segment.packed], factor[segment.index], out=bucket[segment.in_bucket])
+        part = bucket[segment.in_bucket]
+        before = part.clone() if keep_unused else part
+        torch.mul(source[segment.packed], factor[segment.index], out=part)
+        if keep_unused:
+            torch.where(present[segment.index], part, before, out=part)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -16,11 +16,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commopt.compression import Compression, Uncompressed, method_named
-from lightning_commopt.measure import CommStats, reducer_stats
+from lightning_commopt.measure import CommStats, ReducerLog
 from lightning_commopt.routes import ControlGroup, GradientPath, Hierarchy, PinnedDDP
 from lightning_commopt.strategies.applied_steps import AppliedSteps
+from lightning_commopt.strategies.ddp_arguments import chosen_ddp_arguments
 from lightning_commopt.strategies.explain import explain
 from lightning_commopt.strategies.groups import Groups, make_groups
+from lightning_commopt.strategies.nccl import NcclOptions, nccl_variables, set_nccl_variables
+from lightning_commopt.strategies.nonfinite import Nonfinite, raise_together
+from lightning_commopt.strategies.other_lightning import import_hint
 from lightning_commopt.strategies.preflight import (
     check_devices,
     check_model,
@@ -29,10 +33,9 @@ from lightning_commopt.strategies.preflight import (
     fingerprint,
 )
 from lightning_commopt.strategies.residual_checkpoint import ResidualCheckpoint, ResidualPolicy
+from lightning_commopt.strategies.short_window import ShortWindow
 
-__all__ = ["CommOptStrategy", "Nonfinite"]
-
-Nonfinite = Literal["propagate", "error", "skip"]
+__all__ = ["CommOptStrategy"]
 
 
 class CommOptStrategy(DDPStrategy):
@@ -57,6 +60,11 @@ class CommOptStrategy(DDPStrategy):
         residuals: What of the residuals goes into a checkpoint: ``"per_rank"`` each rank's own (exact resume; default
             up to 8 ranks), ``"mean"`` one mean for all (nothing is lost, but a resumed run is not bitwise the same;
             default above), ``"drop"``.
+        true_mean: Under gradient accumulation, divide the last window of an epoch by its real length when it is short.
+            Lightning divides by the nominal one; without this option that is reported once, with its factor.
+        nccl: Environment variables of NCCL by name, such as ``{"algo": "Ring", "debug": "INFO"}`` for ``NCCL_ALGO`` and
+            ``NCCL_DEBUG``. They are checked, set in every process before its process group is made, win over the
+            environment, and stay set. CUDA only.
         **kwargs: As for :class:`~lightning.pytorch.strategies.DDPStrategy`, including those of
             :class:`~torch.nn.parallel.DistributedDataParallel`.
 
@@ -67,15 +75,19 @@ class CommOptStrategy(DDPStrategy):
 
     def __init__(
         self,
-        compression: str | Compression = "auto",
+        compression: Compression | str = "auto",
         *,
         hierarchy: Hierarchy = "auto",
         start_step: int | None = None,
         nonfinite: Nonfinite | None = None,
         residuals: ResidualPolicy | None = None,
+        true_mean: bool = False,
+        nccl: NcclOptions | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self._ddp_kwargs = chosen_ddp_arguments(self._ddp_kwargs, type(self))
+        self.nccl = nccl_variables(nccl)
         self.compression = Uncompressed() if compression == "auto" else method_named(compression)
         self._is_auto = compression == "auto"
         self.start_step = self.compression.default_start_step if start_step is None else start_step
@@ -85,27 +97,29 @@ class CommOptStrategy(DDPStrategy):
         self._checkpoint = ResidualCheckpoint(
             residuals, f"{self.compression!r}, hierarchy {hierarchy}, DDP {sorted(self._ddp_kwargs.items())}"
         )
+        self._short_window = ShortWindow(true_mean)
         self._path: GradientPath | None = None
         self._steps: AppliedSteps | None = None
+        self._control_group: tuple[object, ControlGroup] | None = None
         self._groups: tuple[object, Groups] | None = None
-        self._plain_rounds = 0
-        self._reducer_stats = CommStats(method="none", world_size=1)
+        self._log: ReducerLog | None = None
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        self._plain_rounds = 0
-        self._reducer_stats = CommStats(method="none", world_size=self.world_size)
-        self._path, self._steps = None, None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:  # after a fit, validation or a test leaves its state to be saved and its statistics to be read
+            self._path = self._steps = self._log = None
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             check_optimizers(self)
             rank_zero_info(self.explain())
 
     @override
     def setup_environment(self) -> None:
         check_devices(self)
+        set_nccl_variables(self)
         super().setup_environment()
 
     @override
@@ -121,14 +135,15 @@ class CommOptStrategy(DDPStrategy):
     @override
     def _register_ddp_hooks(self) -> None:
         """Register the gradient path, on CPU too (the base class would drop a hook there without a word)."""
+        assert isinstance(self.model, DistributedDataParallel)
         if not self._exchanges:
+            self._log = ReducerLog(self.model) if self.world_size > 1 else None
             return
-        assert isinstance(self.model, PinnedDDP)
         assert self.lightning_module is not None
         scaler = getattr(self.precision_plugin, "scaler", None)
         self._steps = AppliedSteps(scaler) if scaler is not None and scaler.is_enabled() else None
         may_be_unused = self.model.find_unused_parameters
-        may_skip = self._steps is not None or self.nonfinite == "skip"
+        may_skip = self._steps is not None or self.nonfinite in ("skip", "propagate")
         groups = self._process_groups()
         self._path = GradientPath(
             {name: p for name, p in self.lightning_module.named_parameters() if p.requires_grad},
@@ -149,14 +164,18 @@ class CommOptStrategy(DDPStrategy):
 
     @property
     def _control(self) -> ControlGroup:
-        return self._process_groups().control
+        """The control group, made once for each default process group, on all ranks whatever their options."""
+        world = dist.group.WORLD
+        if self._control_group is None or self._control_group[0] is not world:
+            self._control_group = (world, ControlGroup(self._timeout))
+        return self._control_group[1]
 
     def _process_groups(self) -> Groups:
-        """Return the groups of the run, made once for each default process group, on all ranks."""
+        """Return the groups for gradients, made once for each default process group, on ranks with the same options."""
         world = dist.group.WORLD
         if self._groups is None or self._groups[0] is not world:
             hierarchy = self.hierarchy if self._exchanges and not self.compression.summable else False
-            self._groups = (world, make_groups(self.root_device, hierarchy, self._timeout))
+            self._groups = (world, make_groups(self._control, self.root_device, hierarchy, self._timeout))
         return self._groups[1]
 
     # ---- a step ---------------------------------------------------------------------------------------------------
@@ -164,15 +183,19 @@ class CommOptStrategy(DDPStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward; where it synchronises, gradients take their path during it."""
+        assert self.lightning_module is not None
+        closure_loss = self._short_window.weighted(closure_loss, self.lightning_module)
         synchronises = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
-        if self._path is None or not synchronises:
-            self._plain_rounds += synchronises
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._path.begin_round(self._loss_scale)
+        if self._path is not None and synchronises:
+            self._path.begin_round(self._loss_scale)
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._log is not None and synchronises:
+            self._log.note_round()
+        if self._path is None or not synchronises:
+            return loss
         self._path.finish_round()
         if self._steps is None and self.nonfinite == "error":
-            self._raise_if_nonfinite()
+            raise_together(self._path, self._control)
         return loss
 
     @override
@@ -205,21 +228,6 @@ class CommOptStrategy(DDPStrategy):
     def _loss_scale(self) -> Tensor | None:
         """The factor on the gradients of the running backward."""
         return None if self._steps is None else self._steps.loss_scale
-
-    def _raise_if_nonfinite(self) -> None:
-        """End all ranks alike when the round had a gradient that was not finite."""
-        path = self._path
-        assert path is not None
-        bad = path.nonfinite_parameters()
-        if not bad:
-            return
-        path.clear_nonfinite()
-        everywhere = self._control.all_gather(path.nonfinite_parameters(here=True))
-        ranks = [rank for rank, names in enumerate(everywhere) if bad[0] in names]
-        raise FloatingPointError(
-            f"The gradient of `{bad[0]}` is not finite on rank(s) {ranks} in round {path.rounds}. Lower the learning "
-            "rate or clip gradients, or choose `nonfinite='skip'` to skip such steps, 'propagate' to let them through."
-        )
 
     def _parameters_of(self, optimizer: Optimizer) -> frozenset[str] | None:
         """Names of an optimizer's parameters, None when it is the only one."""
@@ -265,29 +273,31 @@ class CommOptStrategy(DDPStrategy):
 
     def comm_stats(self) -> CommStats:
         """Return what this rank's exchange of gradients did since the fit began. Not a collective."""
-        if self._path is not None:
-            return self._path.stats()
-        if isinstance(self.model, DistributedDataParallel):
-            self._reducer_stats = reducer_stats(self.model, self.world_size, self._plain_rounds)
-        return self._reducer_stats
+        source = self._path or self._log
+        return CommStats(method="none", world_size=self.world_size) if source is None else source.stats()
 
     def gather_comm_stats(self) -> list[CommStats]:
         """Return every rank's :meth:`comm_stats`, waiting told from transfer. A collective: call it on all ranks."""
         if self.world_size == 1:
             return [self.comm_stats()]
-        if self._path is not None:
-            self._path.recorder.compare_waiting(self._control.all_gather)
+        source = self._log if self._path is None else self._path.recorder
+        if source is not None:
+            source.compare_waiting(self._control.all_gather)
         return self._control.all_gather(self.comm_stats())
 
     def explain(self) -> str:
         """Return what is in force, and why, in one line."""
         return explain(self)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(compression={self.compression!r}){import_hint()}"
+
     @override
     def teardown(self) -> None:
-        self.comm_stats()  # what DDP's logger knows is gone once the model is unwrapped
         if self._path is not None:
             self._path.close()
+        if self._log is not None:
+            self._log.close()
         if self._steps is not None:
             self._steps.close()
         super().teardown()

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from torch.nn.parallel import DistributedDataParallel
+
 from lightning_commopt.compression import Uncompressed
 from lightning_commopt.routes import OnePhase, Summed, TwoHop
 
@@ -35,8 +37,16 @@ def explain(strategy: "CommOptStrategy") -> str:
     return (
         f"commopt: method `{method!r}` is in force on {_ranks(strategy)}{dense}; {route}; "
         f"non-finite gradients: {_nonfinite(strategy)}; "
-        f"extra memory {path.expected_memory_bytes() / 1e6:.1f} MB a rank."
+        f"extra memory about {path.expected_memory_bytes(_largest_bucket(strategy)) / 1e6:.1f} MB a rank."
     )
+
+
+def _largest_bucket(strategy: "CommOptStrategy") -> int:
+    """Elements in DDP's largest bucket, by its cap; one parameter may exceed it."""
+    assert isinstance(strategy.model, DistributedDataParallel)
+    largest_parameter: int = max(p.numel() for p in strategy.model.module.parameters())
+    cap: int = strategy.model.bucket_bytes_cap // 4
+    return max(cap, largest_parameter)
 
 
 def _ranks(strategy: "CommOptStrategy") -> str:

@@ -13,41 +13,41 @@ __all__ = ["Groups", "make_groups"]
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups made once for a default process group.
+    """Groups for gradients, made once for a default process group.
 
     Args:
-        control: Agreement between ranks, always gloo.
         gradients: The ranks among which encoded gradients travel.
         node: The ranks of this node, where the exchange is hierarchical.
         topology: Which ranks share a node.
 
     """
 
-    control: ControlGroup
     gradients: dist.ProcessGroup
     node: dist.ProcessGroup | None
     topology: Topology
 
 
-def make_groups(device: torch.device, hierarchy: Hierarchy, timeout: timedelta | None) -> Groups:
-    """Make the groups of a run; every rank calls this at the same point.
+def make_groups(
+    control: ControlGroup, device: torch.device, hierarchy: Hierarchy, timeout: timedelta | None
+) -> Groups:
+    """Make the groups for gradients; every rank calls this at the same point.
 
     On CUDA a flat exchange uses DDP's own group, so that SyncBatchNorm, DDP's map of used parameters and ours share one
     communicator. On the CPU it has a group of its own, since it runs in a thread of its own.
 
     Args:
+        control: Agreement between ranks.
         device: Where gradients are.
-        hierarchy: As the user chose.
+        hierarchy: As the user chose, the same on all ranks.
         timeout: Of every group.
 
     """
-    control = ControlGroup(timeout)
     topology = discover(hierarchy, control)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if topology.hierarchical:
         node, between = topology.groups(backend, timeout)
-        return Groups(control, between, node, topology)
+        return Groups(between, node, topology)
     world = dist.group.WORLD
     gradients = world if device.type == "cuda" else dist.new_group(backend=backend, timeout=timeout)
     assert gradients is not None
-    return Groups(control, gradients, None, topology)
+    return Groups(gradients, None, topology)

@@ -1,4 +1,10 @@
-"""The words that ``Trainer(strategy=...)`` understands."""
+"""The words that ``Trainer(strategy=...)`` understands.
+
+Lightning has no entry point for strategies, and reads the one for callbacks after it checked the strategy's name. So a
+name works once ``lightning_commopt`` was imported: by a script, or by LightningCLI, which imports the package of every
+class path in its configuration. Until then Lightning says ``You selected an invalid strategy name:
+`strategy='commopt'` ``.
+"""
 
 from typing import Any
 
@@ -6,6 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_commopt.compression import METHODS
 from lightning_commopt.strategies.commopt import CommOptStrategy
+from lightning_commopt.strategies.other_lightning import refuse_names
 
 __all__ = ["register"]
 
@@ -17,12 +24,13 @@ _UNUSED = {"": {}, "_find_unused_parameters_false": {"find_unused_parameters": F
 
 def register() -> None:
     """Register ``commopt`` and ``commopt_<method>``, each in the launch forms of Lightning's ``ddp``. Idempotent."""
+    names = []
     for method in ("auto", *METHODS):
         stem = "commopt" if method == "auto" else f"commopt_{method}"
         for launch, start_method in _LAUNCHES.items():
             for unused, ddp_arguments in _UNUSED.items():
                 options: dict[str, Any] = {"compression": method, "start_method": start_method, **ddp_arguments}
                 description = f"Data parallel, compression {method!r}, started by {start_method!r}"
-                StrategyRegistry.register(
-                    stem + launch + unused, CommOptStrategy, description, override=True, **options
-                )
+                names.append(stem + launch + unused)
+                StrategyRegistry.register(names[-1], CommOptStrategy, description, override=True, **options)
+    refuse_names(names)

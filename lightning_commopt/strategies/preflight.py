@@ -12,6 +12,8 @@ from torch.optim import LBFGS
 
 from lightning_commopt.__about__ import __version__
 from lightning_commopt.compression import Uncompressed
+from lightning_commopt.strategies.nccl import same_on_all_ranks
+from lightning_commopt.strategies.nonfinite import Nonfinite
 
 if TYPE_CHECKING:
     from lightning_commopt.strategies.commopt import CommOptStrategy
@@ -33,8 +35,6 @@ def check_options(strategy: "CommOptStrategy", start_step: int | None, nonfinite
         ValueError: Saying what to do instead.
 
     """
-    from lightning_commopt.strategies.commopt import Nonfinite
-
     name, plain = strategy.compression.name, isinstance(strategy.compression, Uncompressed)
     if (
         strategy._ddp_comm_hook is not None
@@ -163,7 +163,10 @@ def fingerprint(strategy: "CommOptStrategy", model: nn.Module) -> dict[str, str]
         "hierarchy": str(strategy.hierarchy),
         "start_step": str(strategy.start_step),
         "nonfinite": strategy.nonfinite,
+        "residuals": str(strategy._checkpoint.policy),
+        "true_mean": str(strategy._short_window.true_mean),
         "DDP arguments": repr(sorted((k, str(v)) for k, v in strategy._ddp_kwargs.items())),
+        "NCCL variables": repr(sorted(same_on_all_ranks(strategy.nccl).items())),
         "precision": str(strategy.precision_plugin.precision),
         "number of parameters": str(sum(1 for _ in model.parameters())),
     }

@@ -112,7 +112,10 @@ class ResidualCheckpoint:
         if not entry:
             rank_zero_warn("The checkpoint was written without this strategy: residuals start at zero.")
             return
-        path.applied_steps, path.rounds = entry["applied_steps"], entry["rounds"]
+        path.resume(entry["rounds"], entry["applied_steps"])
+        if not path.method.error_feedback:
+            _say_dropped(entry, f"method `{path.method.name}` keeps none")
+            return
         same = entry["world"] == control.world and entry["method"] == self.signature
         if "mean" in entry:
             path.load_state({"first": whole(entry["mean"])} | entry["method_state"])
@@ -132,10 +135,8 @@ class ResidualCheckpoint:
 
     def forget(self) -> None:
         """Say that remembered residuals are not used, since the run has no gradient path."""
-        if self._loaded is not None and self._loaded[1].get("policy", "drop") != "drop":
-            rank_zero_warn(
-                f"Residuals of {self._loaded[1]['method']} in the checkpoint are dropped: no method is active."
-            )
+        if self._loaded is not None:
+            _say_dropped(self._loaded[1], "no method is active")
         self._loaded = None
 
     def _read(
@@ -161,6 +162,12 @@ class ResidualCheckpoint:
         return states
 
 
+def _say_dropped(entry: Mapping[str, Any], reason: str) -> None:
+    """Warn if a checkpoint has residuals, which are not used."""
+    if entry.keys() & {"residuals", "files", "mean"}:
+        rank_zero_warn(f"Residuals of {entry['method']} in the checkpoint are dropped: {reason}.")
+
+
 def _nbytes(state: RankState) -> int:
     return sum(t.nbytes for parts in state.values() for pieces in parts.values() for _, t in pieces)
 
@@ -182,7 +189,11 @@ def _rank_file(path: str, save_id: str, rank: int) -> str:
 
 def _remove_rank_files(path: str, kept: Sequence[str]) -> None:
     """Remove the rank files beside ``path`` whose save is not in ``kept``."""
-    files = get_filesystem(path)
-    for file in files.glob(f"{path}.{KEY}-*"):
-        if not any(f".{KEY}-{save_id}-" in str(file) for save_id in kept):
+    files, (folder, name) = get_filesystem(path), os.path.split(path)
+    files.invalidate_cache()
+    if not files.isdir(folder or "."):
+        return
+    for file in files.ls(folder or ".", detail=False):  # not `glob`: names may hold brackets and stars
+        own = os.path.basename(file).startswith(f"{name}.{KEY}-")
+        if own and not any(f".{KEY}-{save_id}-" in file for save_id in kept):
             files.rm(file)
