@@ -150,10 +150,20 @@ class PendingBuffer:
             for part in (self.spans[i].buffer for i in mine):
                 self.final[part].copy_(self.pending[part])
 
-    def discard(self, thrown_away: Callable[[str], bool]) -> None:
-        """Forget the pending state of parameters whose last result was thrown away."""
-        if any(self._open):
-            self._open = [o and not thrown_away(s.name) for o, s in zip(self._open, self.spans, strict=True)]
+    def discard(self, thrown_away: Callable[[str], bool | Tensor]) -> None:
+        """Forget the pending state of parameters whose last result was thrown away.
+
+        Args:
+            thrown_away: By the parameter's name. A 0-d bool tensor on the device is not waited for.
+
+        """
+        for i, span in enumerate(self.spans):
+            gone = self._open[i] and thrown_away(span.name)
+            if isinstance(gone, Tensor):
+                part = self.pending[span.buffer]
+                torch.where(gone, self.final[span.buffer], part, out=part)
+            elif gone:
+                self._open[i] = False
 
     def clear(self, names: Collection[str]) -> None:
         """Zero the state of some parameters (spoiled by a gradient that was not finite, with no shadow)."""

@@ -99,7 +99,7 @@ class BucketState:
         for buffer in self.buffers.values():
             buffer.commit(applied, names)
 
-    def discard(self, thrown_away: Callable[[str], bool]) -> None:
+    def discard(self, thrown_away: Callable[[str], bool | Tensor]) -> None:
         """See :meth:`PendingBuffer.discard`."""
         for buffer in self.buffers.values():
             buffer.discard(thrown_away)

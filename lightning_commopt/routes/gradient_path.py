@@ -1,5 +1,6 @@
 """The path of a gradient, from DDP's bucket to the mean that DDP puts back, top to bottom."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -78,6 +79,7 @@ class GradientPath:
         self._loaded: dict[str, Parts] = {}
         self._usage = Usage(self.parameters) if track_usage else None
         self._resumed = 0, 0
+        self._results: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # the last round's gradients, to see changes
         self._promised = Traffic()
         self._dense_bytes = 0
         self._error_samples: list[Tensor] = []
@@ -183,7 +185,18 @@ class GradientPath:
         if self._samples_error:
             self._error_samples = []
         for kept in self._buckets.values():
-            kept.discard(lambda name: self.parameters[name].grad is None)
+            kept.discard(self._thrown_away)
+
+    def _thrown_away(self, name: str) -> bool | Tensor:
+        """Whether a gradient was set to None or to zero since the last round."""
+        gradient = self.parameters[name].grad
+        if gradient is None:
+            return True
+        result, version = self._results.get(name, (None, None))
+        if result is not None and result() is gradient and version == gradient._version:
+            return False  # untouched: a sparse method's result may itself be zero
+        zeroed = gradient.any().logical_not()
+        return zeroed if self.device.type == "cuda" else bool(zeroed)
 
     def finish_round(self) -> None:
         """Check what backward left behind.
@@ -204,6 +217,9 @@ class GradientPath:
         self.rounds += 1
         for kept in self._buckets.values():
             kept.round_done()
+        if self.shadow:
+            results = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+            self._results = {name: (weakref.ref(g), g._version) for name, g in results.items()}
         if self._usage is not None:
             self._usage.forget()
 

@@ -213,7 +213,7 @@ class CommOptStrategy(DDPStrategy):
         names = self._parameters_of(optimizer)
         if self._steps is None and self.nonfinite == "skip":
             loss = closure()
-            bad = path.nonfinite_parameters()
+            bad = [name for name in path.nonfinite_parameters() if names is None or name in names]
             if bad:
                 rank_zero_warn(
                     f"The gradient of `{bad[0]}` is not finite: this optimizer step is skipped on all ranks."

@@ -2,10 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from torch.nn.parallel import DistributedDataParallel
-
 from lightning_commopt.compression import Uncompressed
-from lightning_commopt.routes import OnePhase, Summed, TwoHop
+from lightning_commopt.routes import GradientPath, OnePhase, Summed, TwoHop
 
 if TYPE_CHECKING:
     from lightning_commopt.strategies.commopt import CommOptStrategy
@@ -37,16 +35,14 @@ def explain(strategy: "CommOptStrategy") -> str:
     return (
         f"commopt: method `{method!r}` is in force on {_ranks(strategy)}{dense}; {route}; "
         f"non-finite gradients: {_nonfinite(strategy)}; "
-        f"extra memory about {path.expected_memory_bytes(_largest_bucket(strategy)) / 1e6:.1f} MB a rank."
+        f"extra memory about {path.expected_memory_bytes(_largest_bucket(strategy, path)) / 1e6:.1f} MB a rank."
     )
 
 
-def _largest_bucket(strategy: "CommOptStrategy") -> int:
+def _largest_bucket(strategy: "CommOptStrategy", path: GradientPath) -> int:
     """Elements in DDP's largest bucket, by its cap; one parameter may exceed it."""
-    assert isinstance(strategy.model, DistributedDataParallel)
-    largest_parameter: int = max(p.numel() for p in strategy.model.module.parameters())
-    cap: int = strategy.model.bucket_bytes_cap // 4
-    return max(cap, largest_parameter)
+    cap_bytes = int(strategy._ddp_kwargs.get("bucket_cap_mb", 25) * 2**20)
+    return max(cap_bytes // 4, *(p.numel() for p in path.parameters.values()))
 
 
 def _ranks(strategy: "CommOptStrategy") -> str:

@@ -1,0 +1,1 @@
+"""Tests of the methods alone: no process group, one process."""

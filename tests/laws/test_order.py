@@ -1,0 +1,31 @@
+"""Law 13: every rank issues the same operations in the same order, whatever its timing."""
+
+import time
+
+import torch.distributed as dist
+
+from tests.laws.engine import engine, gradients_of
+from tests.methods import Case, each_case_and_world
+from tests.pool import WorkerPool
+
+ROUNDS = 30
+SHAPES = {f"p{i}": (7 + i, 13) for i in range(24)} | {f"bias{i}": (5,) for i in range(8)}
+
+
+def issued(case: Case, device: str) -> list[list[tuple[str, int]]]:
+    """The operations of 30 rounds over many small buckets, by group; ranks are late by turns."""
+    with engine(case, SHAPES, cap=0.001, device=device) as made:
+        for round in range(ROUNDS):
+            if round % dist.get_world_size() == dist.get_rank():
+                time.sleep(0.002)
+            made.step(gradients_of(made.rank, round, SHAPES))
+        assert made.path.hook_calls == ROUNDS * len(made.buckets)
+        assert len(made.buckets) >= 10
+        return made.issued
+
+
+@each_case_and_world(worlds=(4,), which=lambda case: case.method.name in ("none", "bf16"))  # every route
+def test_order_is_the_same_on_all_ranks(pool: WorkerPool, case: Case, world: int, device: str) -> None:
+    by_rank = pool.run(issued, world, case, device)
+    assert all(len(operations) >= 10 * ROUNDS for operations in by_rank[0])
+    assert all(operations == by_rank[0] for operations in by_rank)
