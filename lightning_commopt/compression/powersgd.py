@@ -84,7 +84,7 @@ class PowerSGD(Compression):
 
     @override
     def make_state(self, layout: BucketLayout, device: torch.device, shadow: bool) -> dict[str, PendingBuffer]:
-        return {side: _bases(self, layout, device, shadow, side) for side in ("left basis", "right basis")}
+        return {self._basis(left): _bases(self, layout, device, shadow, left) for left in (True, False)}
 
     @override
     def encode(self, values: Tensor, payload: Tensor, context: Context) -> None:
@@ -112,14 +112,18 @@ class PowerSGD(Compression):
             new.extend(
                 _orthonormal(factor, context.scratch.constant(f"perturbation {shape}", partial(_noise, shape[1:])))
             )
-        learns = context.state["left basis" if left else "right basis"]
+        learns = context.state[self._basis(left)]
         fresh = iter(new)
         learns.update(lambda span, old, state: state.copy_(next(fresh).flatten()))
+
+    def _basis(self, left: bool) -> str:
+        """Name of the left or right bases in the state; those of another rank are not resumed."""
+        return f"{'left' if left else 'right'} basis of rank {self.rank}"
 
     def _known(self, context: Context, position: int, matrices: Tensor) -> Tensor:
         """The bases, shape ``(b, r, m)`` or ``(b, r, n)``, that all ranks know in this round."""
         left = _sends_left(context.round)
-        state = context.state["right basis" if left else "left basis"]
+        state = context.state[self._basis(not left)]
         flat = [state.latest(position + i) for i in range(len(matrices))]
         return torch.stack(flat).view(len(matrices), self.rank, -1)
 
@@ -175,15 +179,15 @@ def _noise(shape: Sequence[int], words: str = "perturbation") -> Tensor:
     return torch.randn(tuple(shape), generator=generator)
 
 
-def _bases(method: PowerSGD, layout: BucketLayout, device: torch.device, shadow: bool, side: str) -> PendingBuffer:
-    """Return random first bases of every matrix in a bucket."""
+def _bases(method: PowerSGD, layout: BucketLayout, device: torch.device, shadow: bool, left: bool) -> PendingBuffer:
+    """Return random first left or right bases of every matrix in a bucket."""
     spans, at = [], 0
     for segment in layout.compressed:
-        numel = method.rank * _as_matrix(segment.parameter.shape)[0 if side == "left basis" else 1]
+        numel = method.rank * _as_matrix(segment.parameter.shape)[not left]
         spans.append(Span(segment.parameter.name, segment.index, slice(at, at + numel), 0))
         at += numel
     buffer = PendingBuffer(spans, at, device, shadow)
     for span in spans:
-        noise = _noise((1, method.rank, span.numel // method.rank), f"{method.seed} {side} {span.name}")
+        noise = _noise((1, method.rank, span.numel // method.rank), f"{method.seed} {left} {span.name}")
         buffer.final[span.buffer].copy_(_orthonormal(noise, _noise(noise.shape[1:])).flatten())
     return buffer

@@ -27,9 +27,7 @@ class Groups:
     topology: Topology
 
 
-def make_groups(
-    control: ControlGroup, device: torch.device, hierarchy: Hierarchy, timeout: timedelta | None
-) -> Groups:
+def make_groups(control: ControlGroup, device: torch.device, hierarchy: Hierarchy, timeout: timedelta | None) -> Groups:
     """Make the groups for gradients; every rank calls this at the same point.
 
     On CUDA a flat exchange uses DDP's own group, so that SyncBatchNorm, DDP's map of used parameters and ours share one
