@@ -51,6 +51,8 @@ def method_named(compression: "str | Compression") -> Compression:
     """
     if isinstance(compression, Compression):
         return compression
+    if isinstance(compression, type) and issubclass(compression, Compression):
+        raise TypeError(f"`compression={compression.__name__}` is the class: write `{compression.__name__}()`.")
     if not isinstance(compression, str):
         raise TypeError(f"`compression` must be a word or a `Compression`, not {type(compression).__name__}.")
     if compression not in METHODS:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
 
 import torch
@@ -116,6 +116,15 @@ class Compression(ABC):
     exact_below: int = field(default=1024, kw_only=True)
 
     def __post_init__(self) -> None:
+        for option in fields(self):
+            value, kind = getattr(self, option.name), option.type
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            fits = is_number if kind is float else type(value) is kind
+            if not fits:
+                word = getattr(kind, "__name__", kind)
+                raise TypeError(
+                    f"`{type(self).__name__}({option.name}={value!r})`: `{option.name}` must be of type {word}."
+                )
         self._require("exact_below", self.exact_below, self.exact_below >= 0, ">= 0")
 
     def _require(self, option: str, value: object, holds: bool, bound: str) -> None:

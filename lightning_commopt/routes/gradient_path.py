@@ -86,6 +86,7 @@ class GradientPath:
         self._loss_scale: Callable[[], Tensor | None] = lambda: None
         self._scale: Tensor | None = None
         self._calls_before = 0
+        self._handed_over = 0  # parameters in this round
         self._last_hook: object = None
 
     # ---- the path -------------------------------------------------------------------------------------------------
@@ -96,6 +97,7 @@ class GradientPath:
             self._scale = self._loss_scale()
         self.hook_calls += 1
         kept, gradients = self._bucket(bucket), bucket.buffer()
+        self._handed_over += len(kept.layout.segments)
         present = [self._usage is None or s.parameter.name in self._usage for s in kept.layout.segments]
         self._last_hook = self.recorder.clock.mark()
         return self.stream.submit(partial(self._carry, kept, gradients, present), gradients)
@@ -129,10 +131,10 @@ class GradientPath:
         route = self._dense_route if self.dense else self.route
         if not route.second_hop:
             fold_second_hop(kept, parcel.values, self.transport.world)
-        before = parcel.values.norm() if self._samples_error else None
+        before = _norm(parcel.values) if self._samples_error else None
         route.exchange(parcel, self.rounds)
         if before is not None:
-            self._error_samples.append(parcel.values.norm() / before.clamp_min(1e-30))
+            self._error_samples.append(_norm(parcel.values) / before.clamp_min(1e-300))
         self._promised += route.traffic(parcel, self.rounds)
 
     def _parcel(self, kept: BucketState, values: Tensor, exact: Tensor, flags: Tensor) -> Parcel:
@@ -181,6 +183,7 @@ class GradientPath:
 
         """
         self._calls_before = self.hook_calls
+        self._handed_over = 0
         self._loss_scale = loss_scale
         if self._samples_error:
             self._error_samples = []
@@ -203,15 +206,16 @@ class GradientPath:
 
         Raises:
             BaseException: What the exchange raised, with its type and traceback.
-            RuntimeError: DDP handed over no bucket, so nothing was exchanged.
+            RuntimeError: DDP did not hand over every bucket.
 
         """
         end = self.recorder.clock.mark()
         self.stream.raise_error()
-        if self.hook_calls == self._calls_before:
+        if missing := len(self.parameters) - self._handed_over:
+            part = f" for {missing} of {len(self.parameters)} parameters" if self._handed_over else ""
             raise RuntimeError(
-                f"Method `{self.method.name}` was not called in a synchronising backward: no gradient was exchanged. "
-                "The loss of this batch depends on no trainable parameter, or another hook replaced ours."
+                f"Method `{self.method.name}` was not called{part} in a synchronising backward, and gradients were not "
+                f"exchanged. {self._why_not_called()}"
             )
         self.recorder.add("exposed", self._last_hook, end)
         self.rounds += 1
@@ -222,6 +226,16 @@ class GradientPath:
             self._results = {name: (weakref.ref(g), g._version) for name, g in results.items()}
         if self._usage is not None:
             self._usage.forget()
+
+    def _why_not_called(self) -> str:
+        """Tell a model of which a part was not used from one of which nothing was."""
+        without = [name for name, p in self.parameters.items() if p.grad is None]
+        if 0 < len(without) < len(self.parameters):
+            return (
+                f"`{without[0]}` got no gradient, and DDP waits for it: where a batch may leave parameters unused, set "
+                "`find_unused_parameters=True`, or append `_find_unused_parameters_true` to the strategy's name."
+            )
+        return "The loss of this batch depends on no trainable parameter, or another hook replaced ours."
 
     def nonfinite_parameters(self, *, here: bool = False) -> list[str]:
         """Names of the parameters whose gradient was not finite in the last round.
@@ -343,3 +357,9 @@ class GradientPath:
         self.stream.close()
         if self._usage is not None:
             self._usage.close()
+
+
+def _norm(values: Tensor) -> Tensor:
+    """The 2-norm, in float64: squares of very large or small gradients leave the range of fp32."""
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm

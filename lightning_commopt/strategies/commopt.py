@@ -30,6 +30,7 @@ from lightning_commopt.strategies.preflight import (
     check_model,
     check_optimizers,
     check_options,
+    check_trainable,
     fingerprint,
 )
 from lightning_commopt.strategies.residual_checkpoint import ResidualCheckpoint, ResidualPolicy
@@ -93,11 +94,13 @@ class CommOptStrategy(DDPStrategy):
         self.start_step = self.compression.default_start_step if start_step is None else start_step
         self.hierarchy: Hierarchy = hierarchy
         self.nonfinite: Nonfinite = nonfinite or ("error" if self.compression.error_feedback else "propagate")
+        self.true_mean = true_mean
         check_options(self, start_step, nonfinite)
+        self._short_window = ShortWindow(true_mean)
         self._checkpoint = ResidualCheckpoint(
             residuals, f"{self.compression!r}, hierarchy {hierarchy}, DDP {sorted(self._ddp_kwargs.items())}"
         )
-        self._short_window = ShortWindow(true_mean)
+        self._wrapped: frozenset[int] = frozenset()  # identities of the parameters that DDP exchanges
         self._path: GradientPath | None = None
         self._steps: AppliedSteps | None = None
         self._control_group: tuple[object, ControlGroup] | None = None
@@ -127,6 +130,7 @@ class CommOptStrategy(DDPStrategy):
         """Wrap the module; a method that compresses gets buckets that never change."""
         if self.world_size > 1:
             self._control.compare(fingerprint(self, model))
+        self._wrapped = frozenset(id(p) for p in model.parameters() if p.requires_grad)
         if not self._exchanges:
             return super()._setup_model(model)
         check_model(self, model)
@@ -146,7 +150,11 @@ class CommOptStrategy(DDPStrategy):
         may_skip = self._steps is not None or self.nonfinite in ("skip", "propagate")
         groups = self._process_groups()
         self._path = GradientPath(
-            {name: p for name, p in self.lightning_module.named_parameters() if p.requires_grad},
+            {
+                name: p
+                for name, p in self.lightning_module.named_parameters()
+                if p.requires_grad and name not in self.model.parameters_to_ignore
+            },
             self.compression,
             groups.gradients,
             self.root_device,
@@ -186,6 +194,8 @@ class CommOptStrategy(DDPStrategy):
         assert self.lightning_module is not None
         closure_loss = self._short_window.weighted(closure_loss, self.lightning_module)
         synchronises = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
+        if synchronises and self.world_size > 1:
+            check_trainable(self.lightning_module, self._wrapped)
         if self._path is not None and synchronises:
             self._path.begin_round(self._loss_scale)
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -243,7 +253,10 @@ class CommOptStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: "str | Path", storage_options: Any = None) -> None:
         """Add the residuals to a checkpoint that can be resumed from; plain Lightning ignores them."""
         written = None
-        if self._path is not None and "optimizer_states" in checkpoint:
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.interrupted:
+            self._checkpoint.leave_out(checkpoint, self._path)
+        elif self._path is not None and "optimizer_states" in checkpoint:
             written = self._checkpoint.add(checkpoint, str(filepath), self._path, self._control, self.checkpoint_io)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if written is not None and self.is_global_zero:
@@ -288,6 +301,11 @@ class CommOptStrategy(DDPStrategy):
     def explain(self) -> str:
         """Return what is in force, and why, in one line."""
         return explain(self)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        runtime = dict.fromkeys(("_path", "_steps", "_log", "_groups", "_control_group"))
+        return super().__getstate__() | runtime  # threads and process groups stay where they are
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(compression={self.compression!r}){import_hint()}"

@@ -30,7 +30,7 @@ def explain(strategy: "CommOptStrategy") -> str:
     if groups.topology.hierarchical:
         nodes, size = groups.topology.nodes, groups.topology.ranks_per_node
         route = f"hierarchical: full precision inside {nodes} nodes of {size} ranks, {route} between them"
-    elif strategy.hierarchy == "auto" and groups.topology.nodes > 1:
+    elif strategy.hierarchy is not False and (groups.topology.nodes > 1 or strategy.hierarchy != "auto"):
         route += f", flat since {groups.topology.reason}"
     return (
         f"commopt: method `{method!r}` is in force on {_ranks(strategy)}{dense}; {route}; "

@@ -1,6 +1,7 @@
 """What is refused or compared before anything is sent."""
 
 import platform
+from collections.abc import Collection
 from typing import TYPE_CHECKING, get_args
 
 import lightning
@@ -18,7 +19,14 @@ from lightning_commopt.strategies.nonfinite import Nonfinite
 if TYPE_CHECKING:
     from lightning_commopt.strategies.commopt import CommOptStrategy
 
-__all__ = ["check_devices", "check_model", "check_optimizers", "check_options", "fingerprint"]
+__all__ = [
+    "check_devices",
+    "check_model",
+    "check_optimizers",
+    "check_options",
+    "check_trainable",
+    "fingerprint",
+]
 
 _NO_COMPRESSION = "choose `compression='none'`"
 
@@ -47,6 +55,13 @@ def check_options(strategy: "CommOptStrategy", start_step: int | None, nonfinite
         )
     if strategy._model_averaging_period is not None:
         raise ValueError("`model_averaging_period` needs a `ddp_comm_hook`: use Lightning's `DDPStrategy` for it.")
+    if start_step is not None and type(start_step) is not int:
+        raise TypeError(f"`start_step={start_step!r}`: `start_step` must be an int, or None for the method's default.")
+    if not isinstance(strategy.true_mean, bool):
+        raise TypeError(f"`true_mean={strategy.true_mean!r}`: `true_mean` must be a bool.")
+    cap = strategy._ddp_kwargs.get("bucket_cap_mb")
+    if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or cap <= 0):
+        raise ValueError(f"`bucket_cap_mb={cap!r}`: `bucket_cap_mb` must be a number above 0, in MB.")
     if start_step is not None and start_step < 0:
         raise ValueError(f"`start_step={start_step}`: `start_step` must be >= 0, or None for the method's default.")
     if start_step and plain:
@@ -139,6 +154,26 @@ def check_model(strategy: "CommOptStrategy", model: nn.Module) -> None:
             )
     if getattr(torch._dynamo.config, "optimize_ddp", None) == "python_reducer":
         raise ValueError("`torch._dynamo.config.optimize_ddp='python_reducer'` bypasses our hook: leave it at True.")
+
+
+def check_trainable(model: nn.Module, wrapped: Collection[int]) -> None:
+    """Refuse to train a parameter that DDP does not know, since replicas would drift apart without a word.
+
+    Args:
+        model: The module.
+        wrapped: Identities of the parameters that were trainable when DDP wrapped it.
+
+    Raises:
+        RuntimeError: Naming the parameter, and what to do instead.
+
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in wrapped:
+            raise RuntimeError(
+                f"`{name}` became trainable after the module was wrapped: DDP would not exchange its gradient, and "
+                "ranks would drift apart. Let it be trainable when the fit begins (with a learning rate of 0 until it "
+                "is to learn), or unfreeze it between two fits."
+            )
 
 
 def check_optimizers(strategy: "CommOptStrategy") -> None:

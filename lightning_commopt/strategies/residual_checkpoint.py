@@ -61,16 +61,7 @@ class ResidualCheckpoint:
 
         """
         policy = self.policy or ("per_rank" if control.world <= _PER_RANK_UP_TO else "mean")
-        entry: dict[str, Any] = {
-            "version": 1,
-            "method": self.signature,
-            "world": control.world,
-            "shards": path.shards,
-            "policy": policy,
-            "applied_steps": path.applied_steps,
-            "rounds": path.rounds,
-        }
-        checkpoint[KEY] = entry
+        entry = checkpoint[KEY] = self._entry(path, policy)
         if policy == "drop" or not path.method.error_feedback:
             return None
         state = path.state()
@@ -86,6 +77,22 @@ class ResidualCheckpoint:
         entry["digests"] = control.all_gather(_digest(state))
         entry["files"] = [os.path.basename(_rank_file(target, save_id, rank)) for rank in range(control.world)]
         return Written(target, save_id)
+
+    def leave_out(self, checkpoint: dict[str, Any], path: GradientPath | None) -> None:
+        """Add all but the residuals: after an exception other ranks may not be there to give theirs."""
+        if path is not None and "optimizer_states" in checkpoint:
+            checkpoint[KEY] = self._entry(path, "drop")
+
+    def _entry(self, path: GradientPath, policy: ResidualPolicy) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "method": self.signature,
+            "world": path.world,
+            "shards": path.shards,
+            "policy": policy,
+            "applied_steps": path.applied_steps,
+            "rounds": path.rounds,
+        }
 
     def sweep(self, written: Written) -> None:
         """Remove rank files of saves older than the last two to the same path."""

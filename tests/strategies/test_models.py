@@ -164,15 +164,18 @@ def test_models_train_as_under_ddp(pool: WorkerPool, case: Case, world: int, sto
 def assert_near(case: Case, name: str, ran: Fit, stock: Fit) -> None:
     """`none` is stock DDP; methods of 4 bit or more end within a tenth of what it gained.
 
-    Eight steps are too few for coarser ones, and LBFGS takes noise for curvature: there the loss must not rise.
+    LBFGS takes noise for curvature: there the loss must fall. Eight steps are too few to ask it of coarser methods.
     """
+    assert ran.parameters.isfinite().all()
     if not compresses(case):
         assert torch.equal(ran.parameters, stock.parameters), name
         return
     last, reference = torch.tensor(ran.losses[-3:]).mean(), torch.tensor(stock.losses[-3:]).mean()
     gained = stock.losses[0] - reference
     assert gained > 0, name
-    if name == "LBFGS" or case.method.loss_safety == "C":
-        assert last < ran.losses[0] + 0.1 * gained, name
+    if case.method.loss_safety == "C":
+        return
+    if name == "LBFGS":
+        assert last < ran.losses[0]
     else:
         assert (last - reference).abs() < 0.1 * gained, (name, (last - reference) / gained)

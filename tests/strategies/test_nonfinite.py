@@ -81,6 +81,32 @@ class Spoilt(NamedTuple):
     journal: Journal
 
 
+class OneBadGradient(Regression):
+    """One parameter's gradient alone is not finite, on rank 1, in one step."""
+
+    def __init__(self, parameter: str = "layers.3.weight", manual: bool = False) -> None:
+        super().__init__()
+        self.bad_parameter = parameter
+        self.automatic_optimization = not manual
+        self.bad_now = False
+
+    @override
+    def on_train_start(self) -> None:
+        bad = self.get_parameter(self.bad_parameter)
+        bad.register_hook(lambda g: g * float("nan") if self.bad_now and self.global_rank == 1 else g)
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.bad_now = batch_idx == BAD
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
 def assert_near(case: Case, ran: Fit, stock: Fit) -> None:
     """The mean loss of the last ten batches is near stock DDP's.
 
@@ -143,12 +169,13 @@ def test_scaler_skips_once_on_all_ranks(pool: WorkerPool, case: Case, world: int
 
 
 def fit_with_and_without(case: Case) -> list[Tensor]:
-    """A run whose sixth batch is skipped by the scaler, and one that never had it, automatic and by hand."""
+    """A run in which the scaler skips one step for one bad gradient, and one without it, automatic and by hand."""
     data, results = batches(8), []
-    for kind in (Regression, ByHand):
+    for manual in (False, True):
         plugins: list[Any] = [ScaledFP32(1024.0)]
-        results.append(fit(strategy_of(case), kind(spoilt=(1, BAD)), data, plugins=plugins).parameters)
-        results.append(fit(strategy_of(case), kind(), data[:BAD] + data[BAD + 1 :]).parameters)
+        results.append(fit(strategy_of(case), OneBadGradient(manual=manual), data, plugins=plugins).parameters)
+        clean = ByHand() if manual else Regression()
+        results.append(fit(strategy_of(case), clean, data[:BAD] + data[BAD + 1 :]).parameters)
     return results
 
 
@@ -160,32 +187,6 @@ def test_step_skipped_by_the_scaler_never_was(pool: WorkerPool, case: Case, worl
 
 
 # ---- without one: error ---------------------------------------------------------------------------------------------
-
-
-class OneBadGradient(Regression):
-    """One parameter's gradient alone is not finite, on rank 1, in one step."""
-
-    def __init__(self, parameter: str, manual: bool) -> None:
-        super().__init__()
-        self.bad_parameter = parameter
-        self.automatic_optimization = not manual
-        self.bad_now = False
-
-    @override
-    def on_train_start(self) -> None:
-        bad = self.get_parameter(self.bad_parameter)
-        bad.register_hook(lambda g: g * float("nan") if self.bad_now and self.global_rank == 1 else g)
-
-    @override
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.bad_now = batch_idx == BAD
-        loss = super().training_step(batch, batch_idx)
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
 
 
 class Raised(NamedTuple):
@@ -262,13 +263,17 @@ def test_error_is_the_default_and_a_new_fit_is_clean(pool: WorkerPool, case: Cas
 
 
 def fit_skipping(case: Case) -> list[tuple[Fit, Journal, Fit]]:
-    """Runs whose sixth batch is skipped, each with one that never had it: plain, clipped, by hand."""
+    """Runs whose sixth step is skipped, each with one that never had it: all bad, one bad and clipped, by hand."""
     data, results = batches(8), []
-    for kind, options in ((Regression, {}), (Regression, {"gradient_clip_val": 0.05}), (ByHand, {})):
+    kinds: list[tuple[Regression, Regression, dict[str, Any]]] = [
+        (Regression(spoilt=(1, BAD), factor=float("nan")), Regression(), {}),
+        (OneBadGradient(), Regression(), {"gradient_clip_val": 0.05}),
+        (OneBadGradient(manual=True), ByHand(), {}),
+    ]
+    for spoilt, never_spoilt, options in kinds:
         journal = Journal()
-        model = kind(spoilt=(1, BAD), factor=float("nan"))
-        bad = fit(strategy_of(case, nonfinite="skip"), model, data, callbacks=[journal], **options)
-        clean = fit(strategy_of(case), kind(), data[:BAD] + data[BAD + 1 :], **options)
+        bad = fit(strategy_of(case, nonfinite="skip"), spoilt, data, callbacks=[journal], **options)
+        clean = fit(strategy_of(case), never_spoilt, data[:BAD] + data[BAD + 1 :], **options)
         results.append((bad, journal, clean))
     return results
 
