@@ -1,0 +1,1 @@
+"""Long studies: run by hand, their figures recorded in ``benchmarks/README.md``."""
