@@ -111,7 +111,7 @@ class Regression(pl.LightningModule):
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.optimizer == "sgd":
-            return torch.optim.SGD(self.parameters(), 0.05)
+            return torch.optim.SGD(self.parameters(), 1.0)
         return torch.optim.AdamW(self.parameters(), 3e-3, fused=self.optimizer == "fused")
 
 
