@@ -53,7 +53,8 @@ CASES: tuple[Case, ...] = (
     Case(FP16(), relative=2.0**-11, absolute=2.0**-24),
     Case(Int8()),
     Case(Int4()),
-    Case(OneBit()),
+    Case(OneBit(), layout_independent=False),  # columns are measured over a chunk's rows
+    Case(OneBit(columns=False), worlds=(3,)),
     Case(TopK(density=0.05), layout_independent=False),  # the largest of a chunk
     Case(
         PowerSGD(rank=2), layout_independent=False, round_free=False
@@ -61,7 +62,7 @@ CASES: tuple[Case, ...] = (
     Case(Int8(block=32, stochastic=True), worlds=(3,), round_free=False),
     Case(Int8(), worlds=(4,), hierarchy=2),
     Case(BF16(), worlds=(4,), hierarchy=2, relative=2.0**-8),
-    Case(OneBit(), worlds=(4,), hierarchy=2),
+    Case(OneBit(), worlds=(4,), hierarchy=2, layout_independent=False),
     Case(TopK(density=0.05), worlds=(4,), hierarchy=2, layout_independent=False),
 )
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_commopt.compression.layout import BucketLayout, Segment
+from lightning_commopt.compression.layout import BucketLayout
 from lightning_commopt.compression.pending import PendingBuffer
 
 __all__ = ["Compression", "Context", "Scratch"]
@@ -71,19 +71,6 @@ class Context:
     hop: int
     scratch: Scratch
     state: dict[str, PendingBuffer] = field(default_factory=dict)
-
-    def overlapping(self, start: int, numel: int) -> list[tuple[Segment, int, int]]:
-        """Return ``(segment, first, last)`` of each parameter within ``numel`` elements from ``start``.
-
-        ``first`` and ``last`` bound the overlap, counted from ``start``.
-        """
-        found = []
-        for segment in self.layout.compressed:
-            first = max(segment.packed.start, start)
-            last = min(segment.packed.stop, start + numel)
-            if first < last:
-                found.append((segment, first - start, last - start))
-        return found
 
 
 @dataclass(frozen=True)
@@ -186,8 +173,8 @@ class Compression(ABC):
 
         Args:
             values: fp32, shape ``(n,)``. Afterwards it holds ``values - decode(payload)``.
-            payload: uint8, shape ``(payload_bytes(n, context),)``; for a summable method of ``wire_dtype``, as many
-                bytes.
+            payload: uint8, shape ``(payload_bytes(n, context),)`` or longer where a chunk of another size travels
+                beside this one; for a summable method of ``wire_dtype``, as many bytes.
             context: Where the chunk lies.
 
         """

@@ -100,6 +100,19 @@ class BucketLayout:
         """Elements in the exact buffer, padding included."""
         return self.exact_chunk * self.owners
 
+    def overlapping(self, start: int, numel: int) -> list[tuple[Segment, int, int]]:
+        """Return ``(segment, first, last)`` of each compressed parameter within ``numel`` elements from ``start``.
+
+        ``first`` and ``last`` bound the overlap, counted from ``start``.
+        """
+        found = []
+        for segment in self.compressed:
+            first = max(segment.packed.start, start)
+            last = min(segment.packed.stop, start + numel)
+            if first < last:
+                found.append((segment, first - start, last - start))
+        return found
+
 
 def gaps_between(taken: Sequence[slice], numel: int) -> list[slice]:
     """Return the stretches of a buffer of ``numel`` elements that none of the ascending slices takes."""

@@ -28,7 +28,7 @@ def rounding_noise(numel: int, seed: int, context: Context) -> Tensor:
 
     """
     noise = torch.full((numel,), 0.5, device=context.scratch.device)
-    for segment, first, last in context.overlapping(context.start, numel):
+    for segment, first, last in context.layout.overlapping(context.start, numel):
         sender = context.rank if context.hop == 1 else "owner"  # which rank owns an element depends on the layout
         words = f"{seed},{context.round},{context.hop},{sender},{segment.parameter.name}"
         key = zlib.crc32(words.encode())

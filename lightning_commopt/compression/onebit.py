@@ -1,6 +1,7 @@
-"""Signs and a scale."""
+"""Signs and scales."""
 
 from dataclasses import dataclass
+from math import isqrt
 from typing import ClassVar, Literal
 
 import torch
@@ -9,6 +10,7 @@ from typing_extensions import override
 
 from lightning_commopt.compression.base import Context
 from lightning_commopt.compression.block_quantization import BlockQuantization
+from lightning_commopt.compression.column_scales import ColumnScales
 
 __all__ = ["OneBit"]
 
@@ -21,15 +23,19 @@ class OneBit(BlockQuantization):
 
     ``s = bf16(mean|v|)``, decoded ``s sign(v)``: the closest that two values ``{-s, s}`` come to a block. Seide et al.,
     "1-Bit Stochastic Gradient Descent" (Interspeech 2014); scaled signs with error feedback as in Karimireddy et al.
-    (ICML 2019), section 4.
+    (ICML 2019), section 4. Blocks lie along rows. ``columns`` gives each column of a matrix a power of two besides
+    (:class:`ColumnScales`), so that a feature with large gradients does not drown the others of its block: element
+    ``(i, j)`` decodes as ``s_i 2^-k_j sign(v)``, a magnitude of rank one as in Shazeer and Stern, "Adafactor" (ICML
+    2018).
 
-    Payload: ``n / 8 + 2 n / block`` bytes.
+    Payload: ``n / 8 + 2 n / block`` bytes, and with ``columns`` one byte a column.
 
     When not to use it: where int4 is fast enough; with few steps, or with a learning rate at the edge of stability: the
-    residual is larger than the gradient and delays it by some steps.
+    residual is about as large as the gradient and delays it by some steps.
 
     Args:
         block: Elements that share a scale.
+        columns: Scale columns too.
 
     """
 
@@ -37,10 +43,52 @@ class OneBit(BlockQuantization):
     error_feedback: ClassVar[bool] = True
     loss_safety: ClassVar[Literal["A", "B", "C"]] = "C"
 
+    columns: bool = True
+
     @property
     @override
     def bits(self) -> int:
         return 1
+
+    @override
+    def wire_bytes(self, numel: int) -> int:
+        """``n / 8 + 2 n / block``, and a square matrix's columns."""
+        return super().wire_bytes(numel) + (isqrt(numel) if self.columns else 0)
+
+    @override
+    def payload_bytes(self, numel: int, context: Context) -> int:
+        return super().wire_bytes(numel) + ColumnScales(context, numel, self.columns).nbytes
+
+    @override
+    def encode(self, values: Tensor, payload: Tensor, context: Context) -> None:
+        columns = ColumnScales(context, len(values), self.columns)
+        payload, exponents = self._split_columns(payload, len(values), columns)
+        columns.measure(values, exponents)
+        blocks = values.view(-1, self.block)
+        scales, codes = self._split(payload, len(blocks))
+        for tile, start in self._tiles(len(blocks), 0):
+            some = blocks[tile]
+            columns.level(some.flatten(), exponents, start)
+            self.encode_blocks(some, scales[tile], codes[tile], context)
+            columns.restore(some.flatten(), exponents, start)
+
+    @override
+    def decode(self, payload: Tensor, out: Tensor, context: Context, add: bool = False) -> None:
+        columns = ColumnScales(context, len(out), self.columns)
+        payload, exponents = self._split_columns(payload, len(out), columns)
+        blocks = out.view(-1, self.block)
+        scales, codes = self._split(payload, len(blocks))
+        for tile, start in self._tiles(len(blocks), 0):
+            some = context.scratch.get("decoded", blocks[tile].shape, torch.float32) if add else blocks[tile]
+            self.decode_blocks(scales[tile], codes[tile], some, context)
+            columns.restore(some.flatten(), exponents, start)
+            if add:
+                blocks[tile].add_(some)
+
+    def _split_columns(self, payload: Tensor, numel: int, columns: ColumnScales) -> tuple[Tensor, Tensor]:
+        """Return a payload without its exponents, and these, as views."""
+        at = super().wire_bytes(numel)
+        return payload[:at], payload[at : at + columns.nbytes]
 
     @override
     def encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, context: Context) -> None:

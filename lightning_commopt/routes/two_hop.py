@@ -61,6 +61,7 @@ class TwoHop(Route):
 
     def _format(self, parcel: Parcel, round: int) -> MessageFormat:
         world = self.transport.world
-        context = self.context(parcel, 0, round, hop=1)
-        payload = parcel.method.payload_bytes(len(parcel.values) // world, context)
+        chunk = len(parcel.values) // world
+        contexts = (self.context(parcel, owner * chunk, round, hop=1) for owner in range(world))
+        payload = max(parcel.method.payload_bytes(chunk, context) for context in contexts)  # rows have one length
         return MessageFormat(len(parcel.flags), len(parcel.exact) // world, parcel.dtype, payload)

@@ -3,7 +3,7 @@
 from math import prod
 from typing import NamedTuple
 
-from lightning_commopt.compression import PowerSGD
+from lightning_commopt.compression import OneBit, PowerSGD
 from lightning_commopt.compression.layout import round_up
 from lightning_commopt.measure import Traffic
 from tests.laws import faults
@@ -46,7 +46,11 @@ def test_promised_is_sent(pool: WorkerPool, case: Case, world: int, device: str)
         assert counted.dense == ROUNDS * sum(2 * (world - 1) * nbytes // world for nbytes in buckets)
 
 
-@each_case_and_world(which=lambda case: not case.hierarchy and case.method.name != "powersgd")
+def _payload_depends_on_shapes(case: Case) -> bool:
+    return case.method.name == "powersgd" or (isinstance(case.method, OneBit) and case.method.columns)
+
+
+@each_case_and_world(which=lambda case: not case.hierarchy and not _payload_depends_on_shapes(case))
 def test_payload_is_as_documented(pool: WorkerPool, case: Case, world: int, device: str) -> None:
     """`2 (W - 1) / W` of an encoded bucket, padded so that blocks cross no border of a parameter or of an owner."""
     method, owners = case.method, 1 if world == 2 or case.method.summable else world
@@ -73,6 +77,14 @@ def test_low_rank_sends_a_factor_by_turns(pool: WorkerPool, device: str) -> None
         payload += sum(2 * (world - 1) * (4 * method.rank * side) // world for side in (rows, columns, rows))
     for counted in by_rank:
         assert counted.promised.payload == payload > 0
+
+
+def test_column_scales_cost_a_byte_a_column(pool: WorkerPool, device: str) -> None:
+    """Two ranks send whole buckets, and with them the columns of every matrix of at least 16 rows and columns."""
+    with_columns, without = (pool.run(exchange, 2, Case(OneBit(columns=c)), 0, device)[0] for c in (True, False))
+    shapes = [(s[0], prod(s[1:])) for s in SHAPES.values() if not OneBit().travels_exactly(s)]
+    columns = sum(shape[1] for shape in shapes if min(shape) >= 16)
+    assert with_columns.promised.payload - without.promised.payload == ROUNDS * columns > 0
 
 
 def test_a_message_that_is_not_counted_is_seen(pool: WorkerPool, device: str) -> None:

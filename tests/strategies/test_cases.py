@@ -149,7 +149,7 @@ def test_bytes_promised_are_bytes_sent(pool: WorkerPool, case: Case, world: int,
 
 
 def compressed_bytes(method: Compression, world: int) -> int:
-    """Documented bytes of the 256 x 256 matrix, in as many chunks as ranks own one."""
+    """Documented bytes of the 256 x 256 matrix, in as many chunks as ranks own one; to 5 % where shapes matter."""
     chunks = 1 if method.summable or world == 2 else world
     return method.wire_bytes(round_up(65536, method.alignment * chunks) // chunks) * chunks
 
