@@ -9,12 +9,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_commopt.compression.base import Context
+from lightning_commopt.compression.bits import pack_bits, unpack_bits
 from lightning_commopt.compression.block_quantization import BlockQuantization
 from lightning_commopt.compression.column_scales import ColumnScales
 
 __all__ = ["OneBit"]
-
-_GATHER_BITS = 0x0102040810204080  # times eight bytes of 0 or 1: bit i of the top byte is byte i
 
 
 @dataclass(frozen=True)
@@ -96,19 +95,10 @@ class OneBit(BlockQuantization):
         magnitude = torch.abs(values, out=scratch.get("magnitude", values.shape, torch.float32))
         scales.copy_(magnitude.mean(1))
         positive = torch.ge(values, 0.0, out=scratch.get("positive", values.shape, torch.bool))
-        bits = positive.view(torch.int64) * _GATHER_BITS
-        codes.copy_(bits.bitwise_right_shift_(56).bitwise_and_(255))
+        pack_bits(positive, codes)
         signs = magnitude.copy_(positive).mul_(2.0).sub_(1.0)
         values.addcmul_(signs, scales.float()[:, None], value=-1.0)
 
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, context: Context) -> None:
-        signs = context.scratch.constant("signs of a byte", _signs_of_bytes)
-        eight = torch.index_select(signs, 0, codes.flatten().int())
-        out.copy_(eight.view(torch.int8).view_as(out)).mul_(scales[:, None])
-
-
-def _signs_of_bytes() -> Tensor:
-    """Return a table of int64, shape ``(256,)``: eight int8 of -1 or 1 for each byte, lowest bit first."""
-    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
-    return (2 * bits - 1).to(torch.int8).view(torch.int64).flatten()
+        out.copy_(unpack_bits(codes, context.scratch, zero=-1).view_as(out)).mul_(scales[:, None])
