@@ -41,6 +41,7 @@ class OneBit(BlockQuantization):
     name: ClassVar[str] = "onebit"
     error_feedback: ClassVar[bool] = True
     loss_safety: ClassVar[Literal["A", "B", "C"]] = "C"
+    default_start_step: ClassVar[int] = 60
 
     columns: bool = True
 

@@ -45,6 +45,7 @@ class PowerSGD(Compression):
     name: ClassVar[str] = "powersgd"
     error_feedback: ClassVar[bool] = True
     loss_safety: ClassVar[Literal["A", "B", "C"]] = "C"
+    default_start_step: ClassVar[int] = 60
     summable: ClassVar[bool] = True
     wire_dtype: ClassVar[torch.dtype] = torch.float32
 

@@ -36,6 +36,7 @@ class TopK(Compression):
     name: ClassVar[str] = "topk"
     error_feedback: ClassVar[bool] = True
     loss_safety: ClassVar[Literal["A", "B", "C"]] = "C"
+    default_start_step: ClassVar[int] = 60
 
     density: float = 0.01
 

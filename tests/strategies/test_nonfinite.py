@@ -111,8 +111,8 @@ class OneBadGradient(Regression):
 def assert_near(case: Case, ran: Fit, stock: Fit) -> None:
     """The mean loss of the last ten batches is near stock DDP's.
 
-    Casts and methods of 4 bit or more: within half of what these batches scatter under stock DDP. Coarser methods
-    delay gradients by several steps: half of what stock DDP has gained in the forty.
+    Casts and methods of 4 bit or more: within half of what these batches scatter under stock DDP, which is 1.6 standard
+    errors of the mean of ten. Coarser methods delay gradients by several steps: half of what stock DDP has gained.
     """
     last, reference = torch.tensor(ran.losses[-10:]), torch.tensor(stock.losses[-10:])
     gained = stock.losses[0] - reference.mean()
