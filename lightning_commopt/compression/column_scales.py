@@ -1,4 +1,4 @@
-"""Powers of two that make the columns of a matrix alike, so that what shares a scale along a row has one size."""
+"""Factors that make the columns of a matrix alike, so that what shares a scale along a row has one size."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -12,16 +12,17 @@ from lightning_commopt.compression.layout import BucketLayout
 __all__ = ["ColumnScales"]
 
 _MIN_SIDE = 16  # a matrix, or a chunk's part of it, with fewer rows or columns is left as it is
-_LARGEST = 31  # exponent of a column that is zero
+_OCTAVE = 8  # exponents that double a factor
+_LARGEST = 255  # exponent of a column that is zero
 _TILE = 1 << 16  # elements measured at a time: their magnitudes stay in the processor's cache
 
 
 class ColumnScales:
-    """One exponent ``k`` a column: a chunk's elements times ``2^k`` are of one size down and across its matrices.
+    """One exponent ``k`` a column, a byte: a chunk's elements times ``2^(k/8)`` are of one size across its matrices.
 
-    ``k_j = min(31, round(log2(max_i c_i / c_j)))`` where ``c_j`` is the mean magnitude of column ``j``. Multiplying by
-    a power of two and back changes no bit. A parameter is a matrix of its first dimension against all others; columns
-    are measured over those of its rows that lie in the chunk.
+    ``k_j = min(255, round(8 log2(max_i c_i / c_j)))`` where ``c_j`` is the mean magnitude of column ``j``. A parameter
+    is a matrix of its first dimension against all others; columns are measured over those of its rows that lie in the
+    chunk.
 
     Args:
         context: Where the chunk lies.
@@ -51,26 +52,24 @@ class ColumnScales:
                 for some in rows.split(max(1, _TILE // columns)):
                     magnitude = self._scratch.get("column magnitude", some.shape, torch.float32)
                     size[part].add_(torch.abs(some, out=magnitude).sum(0))
-            ratio = (size.max() / size).log2_().round_().clamp_(0, _LARGEST)
+            ratio = (size.max() / size).log2_().mul_(_OCTAVE).round_().clamp_(0, _LARGEST)
             exponents[at : at + columns].copy_(ratio.nan_to_num_(0.0))
             at += columns
 
-    def level(self, values: Tensor, exponents: Tensor, start: int = 0) -> None:
-        """Multiply each element by its column's ``2^k``, in place.
+    def factors(self, exponents: Tensor, *, inverse: bool = False) -> Tensor:
+        """Return ``2^(k/8)``, or ``2^(-k/8)``, of each column: fp32, the same bits on every device."""
+        table = self._scratch.constant(f"column factors {inverse}", lambda: _table(-1 if inverse else 1))
+        return torch.index_select(table, 0, exponents.int())
+
+    def multiply(self, values: Tensor, factors: Tensor, start: int = 0) -> None:
+        """Multiply each element by its column's factor, in place.
 
         Args:
             values: fp32, shape ``(m,)``: a stretch of the chunk.
-            exponents: Those of the chunk.
+            factors: Those of the chunk's columns.
             start: Where in the chunk the stretch begins.
 
         """
-        self._multiply(values, exponents.float().exp2_(), start)
-
-    def restore(self, values: Tensor, exponents: Tensor, start: int = 0) -> None:
-        """Multiply each element by its column's ``2^-k``, in place: the inverse of :meth:`level`."""
-        self._multiply(values, exponents.float().neg_().exp2_(), start)
-
-    def _multiply(self, values: Tensor, factors: Tensor, start: int) -> None:
         at = 0
         for matrix, first, columns in self._matrices:
             begin, end = max(matrix.start, start), min(matrix.stop, start + len(values))
@@ -79,6 +78,11 @@ class ColumnScales:
                 for rows, part in _rows(values[begin - start : end - start], column, columns):
                     rows.mul_(factors[at : at + columns][part])
             at += columns
+
+
+def _table(sign: int) -> Tensor:
+    """Return fp32, shape ``(256,)``: the factor of each exponent."""
+    return torch.tensor([2.0 ** (sign * k / _OCTAVE) for k in range(_LARGEST + 1)])
 
 
 @lru_cache(maxsize=4096)

@@ -22,10 +22,9 @@ class OneBit(BlockQuantization):
 
     ``s = bf16(mean|v|)``, decoded ``s sign(v)``: the closest that two values ``{-s, s}`` come to a block. Seide et al.,
     "1-Bit Stochastic Gradient Descent" (Interspeech 2014); scaled signs with error feedback as in Karimireddy et al.
-    (ICML 2019), section 4. Blocks lie along rows. ``columns`` gives each column of a matrix a power of two besides
+    (ICML 2019), section 4. Blocks lie along rows. ``columns`` gives each column of a matrix a factor besides
     (:class:`ColumnScales`), so that a feature with large gradients does not drown the others of its block: element
-    ``(i, j)`` decodes as ``s_i 2^-k_j sign(v)``, a magnitude of rank one as in Shazeer and Stern, "Adafactor" (ICML
-    2018).
+    ``(i, j)`` decodes as ``s_i c_j sign(v)``, a magnitude of rank one as in Shazeer and Stern, "Adafactor" (ICML 2018).
 
     Payload: ``n / 8 + 2 n / block`` bytes, and with ``columns`` one byte a column.
 
@@ -61,27 +60,33 @@ class OneBit(BlockQuantization):
 
     @override
     def encode(self, values: Tensor, payload: Tensor, context: Context) -> None:
-        columns = ColumnScales(context, len(values), self.columns)
+        if not self.columns:
+            super().encode(values, payload, context)
+            return
+        columns = ColumnScales(context, len(values))
         payload, exponents = self._split_columns(payload, len(values), columns)
         columns.measure(values, exponents)
+        up, down = columns.factors(exponents), columns.factors(exponents, inverse=True)
         blocks = values.view(-1, self.block)
         scales, codes = self._split(payload, len(blocks))
         for tile, start in self._tiles(len(blocks), 0):
-            some = blocks[tile]
-            columns.level(some.flatten(), exponents, start)
-            self.encode_blocks(some, scales[tile], codes[tile], context)
-            columns.restore(some.flatten(), exponents, start)
+            level = context.scratch.get("level", blocks[tile].shape, torch.float32).copy_(blocks[tile])
+            columns.multiply(level.flatten(), up, start)
+            decoded = self._signs(level, scales[tile], codes[tile], context).mul_(scales[tile].float()[:, None])
+            columns.multiply(decoded.flatten(), down, start)
+            blocks[tile].sub_(decoded)
 
     @override
     def decode(self, payload: Tensor, out: Tensor, context: Context, add: bool = False) -> None:
         columns = ColumnScales(context, len(out), self.columns)
         payload, exponents = self._split_columns(payload, len(out), columns)
+        down = columns.factors(exponents, inverse=True)
         blocks = out.view(-1, self.block)
         scales, codes = self._split(payload, len(blocks))
         for tile, start in self._tiles(len(blocks), 0):
             some = context.scratch.get("decoded", blocks[tile].shape, torch.float32) if add else blocks[tile]
             self.decode_blocks(scales[tile], codes[tile], some, context)
-            columns.restore(some.flatten(), exponents, start)
+            columns.multiply(some.flatten(), down, start)
             if add:
                 blocks[tile].add_(some)
 
@@ -92,13 +97,17 @@ class OneBit(BlockQuantization):
 
     @override
     def encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, context: Context) -> None:
+        signs = self._signs(values, scales, codes, context)
+        values.addcmul_(signs, scales.float()[:, None], value=-1.0)
+
+    def _signs(self, values: Tensor, scales: Tensor, codes: Tensor, context: Context) -> Tensor:
+        """Write scales and codes, and return the signs: 1 or -1, fp32, shape ``(b, block)``."""
         scratch = context.scratch
         magnitude = torch.abs(values, out=scratch.get("magnitude", values.shape, torch.float32))
         scales.copy_(magnitude.mean(1))
         positive = torch.ge(values, 0.0, out=scratch.get("positive", values.shape, torch.bool))
         pack_bits(positive, codes)
-        signs = magnitude.copy_(positive).mul_(2.0).sub_(1.0)
-        values.addcmul_(signs, scales.float()[:, None], value=-1.0)
+        return magnitude.copy_(positive).mul_(2.0).sub_(1.0)
 
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, context: Context) -> None:
