@@ -161,11 +161,12 @@ def rows(runs: list[Run]) -> Iterator[str]:
             continue
         finals = [run.val_losses[run.steps] for run in mine]
         percent = [100 * (loss / dense[run.seed] - 1) for loss, run in zip(finals, mine, strict=True)]
-        error = stdev(percent) / len(percent) ** 0.5 if len(percent) > 1 else float("nan")
-        bar = BARS.get(method.split()[0].strip(","))
+        spread = f" ± {stdev(percent) / len(percent) ** 0.5:.2f}" if len(percent) > 1 else ""
+        bar = BARS.get(method.split()[0].strip(","), "")
+        seeds = f"{len(mine)} seed{'s' * (len(mine) > 1)}"
         yield (
-            f"| {method} | {mine[0].start_step} | {mean(finals):.4f} | {mean(percent):+.2f} ± {error:.2f} "
-            f"({len(mine)} seeds) | {'' if bar is None else bar} | {mean(r.mb_per_step for r in mine):.2f} "
+            f"| {method} | {mine[0].start_step} | {mean(finals):.4f} | {mean(percent):+.2f}{spread} "
+            f"({seeds}) | {bar} | {mean(r.mb_per_step for r in mine):.2f} "
             f"| {mean(r.codec_ns_per_element for r in mine):.1f} |"
         )
 
