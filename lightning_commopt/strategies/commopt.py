@@ -20,6 +20,7 @@ from lightning_commopt.measure import CommStats, ReducerLog
 from lightning_commopt.routes import ControlGroup, GradientPath, Hierarchy, PinnedDDP
 from lightning_commopt.strategies.applied_steps import AppliedSteps
 from lightning_commopt.strategies.ddp_arguments import chosen_ddp_arguments
+from lightning_commopt.strategies.elastic import join_restarted
 from lightning_commopt.strategies.explain import explain
 from lightning_commopt.strategies.groups import Groups, make_groups
 from lightning_commopt.strategies.nccl import NcclOptions, nccl_variables, set_nccl_variables
@@ -124,6 +125,11 @@ class CommOptStrategy(DDPStrategy):
         check_devices(self)
         set_nccl_variables(self)
         super().setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        join_restarted(self)
+        super().setup_distributed()
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
