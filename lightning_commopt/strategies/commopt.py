@@ -36,6 +36,7 @@ from lightning_commopt.strategies.preflight import (
 )
 from lightning_commopt.strategies.residual_checkpoint import ResidualCheckpoint, ResidualPolicy
 from lightning_commopt.strategies.short_window import ShortWindow
+from lightning_commopt.strategies.sigterm import Sigterm
 
 __all__ = ["CommOptStrategy"]
 
@@ -107,6 +108,7 @@ class CommOptStrategy(DDPStrategy):
         self._control_group: tuple[object, ControlGroup] | None = None
         self._groups: tuple[object, Groups] | None = None
         self._log: ReducerLog | None = None
+        self._sigterm: Sigterm | None = None
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
@@ -116,6 +118,7 @@ class CommOptStrategy(DDPStrategy):
         if fitting:  # after a fit, validation or a test leaves its state to be saved and its statistics to be read
             self._path = self._steps = self._log = None
         super().setup(trainer)
+        self._sigterm = Sigterm(trainer, self) if self.world_size > 1 else None
         if fitting:
             check_optimizers(self)
             rank_zero_info(self.explain())
@@ -210,6 +213,8 @@ class CommOptStrategy(DDPStrategy):
         if self._path is None or not synchronises:
             return loss
         self._path.finish_round()
+        if self._sigterm is not None:
+            self._sigterm.round_done()
         if self._steps is None and self.nonfinite == "error":
             raise_together(self._path, self._control)
         return loss
@@ -260,7 +265,8 @@ class CommOptStrategy(DDPStrategy):
         """Add the residuals to a checkpoint that can be resumed from; plain Lightning ignores them."""
         written = None
         assert self.lightning_module is not None
-        if self.lightning_module.trainer.interrupted:
+        together = self._sigterm is not None and self._sigterm.agreed
+        if self.lightning_module.trainer.interrupted and not together:
             self._checkpoint.leave_out(checkpoint, self._path)
         elif self._path is not None and "optimizer_states" in checkpoint:
             written = self._checkpoint.add(checkpoint, str(filepath), self._path, self._control, self.checkpoint_io)
@@ -310,7 +316,7 @@ class CommOptStrategy(DDPStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        runtime = dict.fromkeys(("_path", "_steps", "_log", "_groups", "_control_group"))
+        runtime = dict.fromkeys(("_path", "_steps", "_log", "_groups", "_control_group", "_sigterm"))
         return super().__getstate__() | runtime  # threads and process groups stay where they are
 
     def __repr__(self) -> str:
@@ -324,4 +330,6 @@ class CommOptStrategy(DDPStrategy):
             self._log.close()
         if self._steps is not None:
             self._steps.close()
+        if self._sigterm is not None:
+            self._sigterm.close()
         super().teardown()
