@@ -272,7 +272,7 @@ class CommOptStrategy(DDPStrategy):
             written = self._checkpoint.add(checkpoint, str(filepath), self._path, self._control, self.checkpoint_io)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if written is not None and self.is_global_zero:
-            self._checkpoint.sweep(written)
+            self._checkpoint.sweep(*written)
 
     @override
     def load_checkpoint(self, checkpoint_path: "str | Path", weights_only: bool | None = None) -> dict[str, Any]:
