@@ -316,6 +316,25 @@ class GradientPath:
         for kept in self._buckets.values():
             kept.take(self._loaded)
 
+    def follow(self, parameters: Mapping[str, TorchParameter]) -> None:
+        """Go on with other trainable parameters, after the module was wrapped again. State stays, by name.
+
+        What was exchanged and waits for a step counts as applied.
+
+        Args:
+            parameters: The trainable parameters by name.
+
+        """
+        for kept in self._buckets.values():
+            kept.commit(True, None)
+        self._loaded = self.state()
+        self._buckets = {}
+        self.parameters = dict(parameters)
+        self._names = {id(p): name for name, p in parameters.items()}
+        if self._usage is not None:
+            self._usage.close()
+            self._usage = Usage(self.parameters)
+
     def stats(self) -> CommStats:
         """Return the sums so far."""
         self.recorder.settle()

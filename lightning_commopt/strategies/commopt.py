@@ -35,6 +35,7 @@ from lightning_commopt.strategies.preflight import (
     fingerprint,
 )
 from lightning_commopt.strategies.residual_checkpoint import ResidualCheckpoint, ResidualPolicy
+from lightning_commopt.strategies.rewrap import Trainable, wrap_again_if_changed
 from lightning_commopt.strategies.short_window import ShortWindow
 from lightning_commopt.strategies.sigterm import Sigterm
 
@@ -102,7 +103,7 @@ class CommOptStrategy(DDPStrategy):
         self._checkpoint = ResidualCheckpoint(
             residuals, f"{self.compression!r}, hierarchy {hierarchy}, DDP {sorted(self._ddp_kwargs.items())}"
         )
-        self._wrapped: frozenset[int] = frozenset()  # identities of the parameters that DDP exchanges
+        self._wrapped: Trainable | None = None  # the parameters that DDP exchanges
         self._path: GradientPath | None = None
         self._steps: AppliedSteps | None = None
         self._control_group: tuple[object, ControlGroup] | None = None
@@ -139,7 +140,7 @@ class CommOptStrategy(DDPStrategy):
         """Wrap the module; a method that compresses gets buckets that never change."""
         if self.world_size > 1:
             self._control.compare(fingerprint(self, model))
-        self._wrapped = frozenset(id(p) for p in model.parameters() if p.requires_grad)
+        self._wrapped = Trainable(model)
         if not self._exchanges:
             return super()._setup_model(model)
         check_model(self, model)
@@ -150,20 +151,28 @@ class CommOptStrategy(DDPStrategy):
         """Register the gradient path, on CPU too (the base class would drop a hook there without a word)."""
         assert isinstance(self.model, DistributedDataParallel)
         if not self._exchanges:
-            self._log = ReducerLog(self.model) if self.world_size > 1 else None
+            if self._log is not None:
+                self._log.follow(self.model)
+            elif self.world_size > 1:
+                self._log = ReducerLog(self.model)
             return
         assert self.lightning_module is not None
+        parameters = {
+            name: p
+            for name, p in self.lightning_module.named_parameters()
+            if p.requires_grad and name not in self.model.parameters_to_ignore
+        }
+        if self._path is not None:
+            self._path.follow(parameters)
+            self.model.register_comm_hook(None, self._path.hook)
+            return
         scaler = getattr(self.precision_plugin, "scaler", None)
         self._steps = AppliedSteps(scaler) if scaler is not None and scaler.is_enabled() else None
         may_be_unused = self.model.find_unused_parameters
         may_skip = self._steps is not None or self.nonfinite in ("skip", "propagate")
         groups = self._process_groups()
         self._path = GradientPath(
-            {
-                name: p
-                for name, p in self.lightning_module.named_parameters()
-                if p.requires_grad and name not in self.model.parameters_to_ignore
-            },
+            parameters,
             self.compression,
             groups.gradients,
             self.root_device,
@@ -198,13 +207,18 @@ class CommOptStrategy(DDPStrategy):
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        wrap_again_if_changed(self, batch_idx)
+
+    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward; where it synchronises, gradients take their path during it."""
         assert self.lightning_module is not None
         closure_loss = self._short_window.weighted(closure_loss, self.lightning_module)
         synchronises = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
         if synchronises and self.world_size > 1:
-            check_trainable(self.lightning_module, self._wrapped)
+            check_trainable(self.lightning_module, self._wrapped.identities if self._wrapped is not None else ())
         if self._path is not None and synchronises:
             self._path.begin_round(self._loss_scale)
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)

@@ -37,13 +37,15 @@ class Sigterm:
     def __init__(self, trainer: "pl.Trainer", strategy: "CommOptStrategy") -> None:
         self._trainer = trainer
         self._strategy = strategy
-        self._fitting = trainer.state.fn == TrainerFn.FITTING
+        loop = trainer.fit_loop.epoch_loop
+        asks = strategy._path is not None or hasattr(loop, "_broadcast_sigterm_tensor")  # Lightning 2.5 does not
+        self._together = trainer.state.fn == TrainerFn.FITTING and asks
         self._asked = False
         self.agreed = False
         """Whether all ranks know that they end, and so may still talk to each other."""
         trainer._signal_connector._sigterm_notifier_fn = self._received  # type: ignore[method-assign]
-        if self._fitting:
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._before_batch  # type: ignore[method-assign]
+        if self._together:
+            loop._broadcast_sigterm_tensor = self._before_batch  # type: ignore[method-assign]
 
     def round_done(self) -> None:
         """Let all ranks end after this batch when one was asked to. Call it after each exchange of gradients."""
@@ -63,7 +65,7 @@ class Sigterm:
         if not self._asked and launcher is not None:
             launcher.kill(signum)  # processes that it started are asked, too
         self._asked = True
-        if not self._fitting:
+        if not self._together:
             self._trainer._signal_connector.received_sigterm = True
         elif self._strategy._path is not None:
             self._strategy._path.termination.asked = True
