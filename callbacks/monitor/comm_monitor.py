@@ -35,8 +35,9 @@ class CommMonitor(Callback):
     ``commopt/compute_ms``         ms           the rest after communication and waiting: forward, backward, optimizer,
                                                 data loading, logging
     ``commopt/exposed_comm_ms``    ms           backward had nothing left to compute, and gradients still travelled
-    ``commopt/waiting_ms``         ms           waiting for a slower rank: in the gradient exchange, and in the
-                                                broadcast that Lightning does before every batch
+    ``commopt/waiting_ms``         ms           waiting for a slower rank: in the gradient exchange, and, where no
+                                                method is in force, in the broadcast that Lightning does before every
+                                                batch
     ``commopt/sent_mb_per_step``   MB (1e6 B)   gradients that one rank sends
     ``commopt/compression_ratio``  -            bytes of plain DDP over bytes sent
     ``commopt/compression_error``  -            largest ``||residual|| / ||input||`` of a bucket, when last sampled

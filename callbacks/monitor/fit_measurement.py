@@ -39,7 +39,8 @@ class FitMeasurement:
         self._start = self._first = self._last = self._snapshot()
         self._warm = False
         self._wrapped = WrappedMethods()
-        self._wrapped.wrap(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._hidden_barrier)
+        if source.hidden_barrier:
+            self._wrapped.wrap(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._hidden_barrier)
         self._wrapped.wrap(trainer, "save_checkpoint", self.clock.paused)
         self.clock.resume()
 
@@ -105,7 +106,7 @@ class FitMeasurement:
 
     @contextmanager
     def _hidden_barrier(self) -> Iterator[None]:
-        """Time the broadcast that Lightning does over the world before every batch."""
+        """Time the question before every batch whether a rank was asked to end."""
         device = self.trainer.strategy.root_device
         if device.type == "cuda":  # it waits for the device anyway, and that is not waiting for other ranks
             torch.cuda.current_stream(device).synchronize()

@@ -27,6 +27,8 @@ class CommSource(ABC):
 
     def __init__(self, may_skip: bool = False) -> None:
         self.may_skip = may_skip
+        self.hidden_barrier = True
+        """Whether ranks wait for each other before every batch, to hear of a SIGTERM."""
 
     @abstractmethod
     def all_gather(self, value: Any) -> list[Any]:
@@ -65,6 +67,7 @@ class CommOptSource(CommSource):
     def __init__(self, strategy: CommOptStrategy, may_skip: bool) -> None:
         super().__init__(may_skip)
         self._strategy = strategy
+        self.hidden_barrier = strategy._path is None
 
     @override
     def skipped_steps(self, stats: CommStats) -> int | None:

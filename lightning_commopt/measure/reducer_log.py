@@ -23,25 +23,37 @@ class ReducerLog:
     """
 
     def __init__(self, ddp: DistributedDataParallel, method: str = "none") -> None:
-        self._ddp: DistributedDataParallel | None = ddp
+        self._ddp: DistributedDataParallel | None = None
         self._method = method
         self._world = ddp.process_group.size()
-        self._nbytes = sum(p.nbytes for p in ddp.module.parameters() if p.requires_grad)
-        self.rounds = 0
-        self._iteration = self._rounds_read = 0
+        self.rounds = self._sent_bytes = 0
+        self._rounds_read = 0
+        self._often = False
+        self.follow(ddp)
         self._samples: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # (collective, exposed) of a round, ms
         self._round_ms = self._sum_ms = (0.0, 0.0, 0.0)  # collective, exposed, wait
         self._compared = False
 
+    def follow(self, ddp: DistributedDataParallel) -> None:
+        """Go on with another reducer, after the module was wrapped again."""
+        self._ddp = ddp
+        self._iteration = 0
+        nbytes = sum(p.nbytes for p in ddp.module.parameters() if p.requires_grad)
+        self._round_bytes = 2 * (self._world - 1) * nbytes // self._world
+        if self._often:
+            self.sample_often()
+
     def sample_often(self) -> None:
         """Have every round logged on the CPU, where it costs microseconds; every tenth on CUDA, which waits for it."""
         assert self._ddp is not None
+        self._often = True
         self._ddp._set_ddp_runtime_logging_sample_rate(10 if self._ddp.device.type == "cuda" else 1)
 
     def note_round(self) -> None:
         """Count a synchronising backward, and keep its times when they were logged. The log lags one round behind."""
         assert self._ddp is not None
         self.rounds += 1
+        self._sent_bytes += self._round_bytes
         log: dict[str, Any] = self._ddp._get_ddp_logging_data()
         if (iteration := int(log.get("iteration", 0))) == self._iteration:
             return
@@ -61,15 +73,14 @@ class ReducerLog:
         """Return the sums so far."""
         if not self._compared:
             self._add_rounds(None)
-        sent = self.rounds * (2 * (self._world - 1) * self._nbytes // self._world)
         collective_ms, exposed_ms, wait_ms = self._sum_ms
         return CommStats(
             method=self._method,
             world_size=self._world,
             rounds=self.rounds,
-            promised=Traffic(payload=sent),
-            sent_bytes=sent,
-            dense_bytes=sent,
+            promised=Traffic(payload=self._sent_bytes),
+            sent_bytes=self._sent_bytes,
+            dense_bytes=self._sent_bytes,
             collective_ms=collective_ms,
             wait_ms=wait_ms if self._compared else None,
             exposed_ms=exposed_ms,

@@ -51,6 +51,10 @@ class ControlGroup:
         """Replace a CPU tensor by its sum over ranks."""
         dist.all_reduce(tensor, group=self.group)
 
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(group=self.group)
+
     def compare(self, fingerprint: Mapping[str, str]) -> None:
         """Check that ranks agree, field by field.
 

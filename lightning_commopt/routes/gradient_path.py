@@ -19,6 +19,7 @@ from lightning_commopt.routes.node import NodeExchange
 from lightning_commopt.routes.packing import compensated, fold_second_hop, pack, pack_exact, raise_flags, unpack
 from lightning_commopt.routes.route import Parcel, add_residual
 from lightning_commopt.routes.stream import stream_for
+from lightning_commopt.routes.termination import Termination
 from lightning_commopt.routes.transport import transport_for
 from lightning_commopt.routes.usage import Usage
 
@@ -66,6 +67,7 @@ class GradientPath:
         self.rounds = self.hook_calls = self.applied_steps = self.skipped_steps = 0
         self.scratch = Scratch(device)
         self.recorder = Recorder(clock_for(device))
+        self.termination = Termination()
         self.stream = stream_for(device)
         self.transport = transport_for(group, device)
         self.node: NodeExchange | None = None
@@ -88,24 +90,27 @@ class GradientPath:
         self._calls_before = 0
         self._handed_over = 0  # parameters in this round
         self._last_hook: object = None
+        self._first_flags: Tensor | None = None  # of this round's first bucket, set on any rank
 
     # ---- the path -------------------------------------------------------------------------------------------------
 
     def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """DDP hands over a bucket: queue its exchange and return at once."""
+        kept, gradients = self._bucket(bucket), bucket.buffer()
+        terminate = False
         if self.hook_calls == self._calls_before:
             self._scale = self._loss_scale()
+            terminate, self._first_flags = self.termination.asked, kept.flags_any
         self.hook_calls += 1
-        kept, gradients = self._bucket(bucket), bucket.buffer()
         self._handed_over += len(kept.layout.segments)
         present = [self._usage is None or s.parameter.name in self._usage for s in kept.layout.segments]
         self._last_hook = self.recorder.clock.mark()
-        return self.stream.submit(partial(self._carry, kept, gradients, present), gradients)
+        return self.stream.submit(partial(self._carry, kept, gradients, present, terminate), gradients)
 
-    def _carry(self, kept: BucketState, bucket: Tensor, present: list[bool]) -> None:
+    def _carry(self, kept: BucketState, bucket: Tensor, present: list[bool], terminate: bool) -> None:
         """Take one bucket from gradients to their mean over ranks, in place."""
         with self.recorder.span("encode"):
-            flags = raise_flags(kept, bucket, present)
+            flags = raise_flags(kept, bucket, present, terminate)
             exact = pack_exact(kept, bucket, self.scratch)
             if self.node is None:
                 values = compensated(kept, bucket, self._scale, self.scratch)
@@ -219,6 +224,8 @@ class GradientPath:
             )
         self.recorder.add("exposed", self._last_hook, end)
         self.rounds += 1
+        assert self._first_flags is not None
+        self.termination.round_done(self._first_flags)
         for kept in self._buckets.values():
             kept.round_done()
         if self.shadow:
@@ -308,6 +315,25 @@ class GradientPath:
         self._loaded = {kind: dict(parts) for kind, parts in state.items()}
         for kept in self._buckets.values():
             kept.take(self._loaded)
+
+    def follow(self, parameters: Mapping[str, TorchParameter]) -> None:
+        """Go on with other trainable parameters, after the module was wrapped again. State stays, by name.
+
+        What was exchanged and waits for a step counts as applied.
+
+        Args:
+            parameters: The trainable parameters by name.
+
+        """
+        for kept in self._buckets.values():
+            kept.commit(True, None)
+        self._loaded = self.state()
+        self._buckets = {}
+        self.parameters = dict(parameters)
+        self._names = {id(p): name for name, p in parameters.items()}
+        if self._usage is not None:
+            self._usage.close()
+            self._usage = Usage(self.parameters)
 
     def stats(self) -> CommStats:
         """Return the sums so far."""

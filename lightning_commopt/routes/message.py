@@ -8,12 +8,14 @@ from torch import Tensor
 from lightning_commopt.compression.layout import round_up
 from lightning_commopt.measure import Traffic
 
-__all__ = ["PRESENT", "NONFINITE", "MessageFormat", "MessageRows"]
+__all__ = ["PRESENT", "NONFINITE", "TERMINATE", "MessageFormat", "MessageRows"]
 
 PRESENT = 1
 """Flag of a parameter that this rank used in the backward."""
 NONFINITE = 2
 """Flag of a parameter whose gradient is not finite on this rank."""
+TERMINATE = 4
+"""Flag of a bucket's first parameter, about no parameter: this rank was asked to end."""
 
 _ALIGN = 16  # a section can then be viewed as any dtype
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_commopt.compression import Scratch
 from lightning_commopt.compression.pending import Span
 from lightning_commopt.routes.bucket import BucketState
-from lightning_commopt.routes.message import NONFINITE, PRESENT
+from lightning_commopt.routes.message import NONFINITE, PRESENT, TERMINATE
 from lightning_commopt.routes.route import Parcel
 
 __all__ = ["compensated", "fold_second_hop", "pack", "pack_exact", "raise_flags", "unpack"]
@@ -58,14 +58,23 @@ def pack_exact(kept: BucketState, bucket: Tensor, scratch: Scratch) -> Tensor:
     return exact
 
 
-def raise_flags(kept: BucketState, bucket: Tensor, present: Sequence[bool]) -> Tensor:
-    """Say of each parameter whether this rank used it and whether its gradient is not finite."""
+def raise_flags(kept: BucketState, bucket: Tensor, present: Sequence[bool], terminate: bool = False) -> Tensor:
+    """Say of each parameter whether this rank used it and whether its gradient is not finite.
+
+    Args:
+        kept: The bucket's state, which keeps the flags.
+        bucket: Its flat gradients, shape ``(numel,)``.
+        present: Whether this rank used each parameter.
+        terminate: Whether this rank was asked to end.
+
+    """
     zero = bucket.new_zeros(1)  # stands in for an empty parameter
     extremes = [torch.aminmax(bucket[s.in_bucket] if s.parameter.numel else zero) for s in kept.layout.segments]
     finite = [torch.isfinite(torch.stack(side)) for side in zip(*extremes, strict=True)]  # both keep NaN
     nonfinite = (finite[0] & finite[1]).logical_not_()
-    used = torch.tensor(present, dtype=torch.uint8, device=bucket.device)
-    kept.flags = used * PRESENT + nonfinite.to(torch.uint8) * NONFINITE
+    known = [PRESENT * used for used in present]
+    known[0] += TERMINATE * terminate
+    kept.flags = torch.tensor(known, dtype=torch.uint8, device=bucket.device) + nonfinite.to(torch.uint8) * NONFINITE
     return kept.flags
 
 

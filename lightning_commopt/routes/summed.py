@@ -4,7 +4,7 @@ import torch
 from typing_extensions import override
 
 from lightning_commopt.measure import Traffic
-from lightning_commopt.routes.message import NONFINITE, PRESENT
+from lightning_commopt.routes.message import NONFINITE, PRESENT, TERMINATE
 from lightning_commopt.routes.route import Parcel, Route
 
 __all__ = ["Summed"]
@@ -13,13 +13,14 @@ __all__ = ["Summed"]
 class Summed(Route):
     """A plain all-reduce: the collective library adds, in the order of its ring.
 
-    Flags travel as two counts a parameter, in front of the exact gradients and the payload.
+    Flags travel as two counts a parameter, and one of the ranks that were asked to end, in front of the exact gradients
+    and the payload.
     """
 
     @override
     def traffic(self, parcel: Parcel, round: int) -> Traffic:
         ring, wide = self.transport.ring_bytes, parcel.exact_mean.dtype
-        flags, exact = 2 * len(parcel.flags), len(parcel.exact)
+        flags, exact = _counts(parcel), len(parcel.exact)
         payload = self._payload_bytes(parcel, round)
         if parcel.method.wire_dtype == wide:
             total = ring((flags + exact) * wide.itemsize + payload)
@@ -30,7 +31,8 @@ class Summed(Route):
     @override
     def exchange(self, parcel: Parcel, round: int) -> None:
         method, world, wide = parcel.method, self.transport.world, parcel.exact_mean.dtype
-        count, exact_end = len(parcel.flags), 2 * len(parcel.flags) + len(parcel.exact)
+        count, counts = len(parcel.flags), _counts(parcel)
+        exact_end = counts + len(parcel.exact)
         payload_numel = self._payload_bytes(parcel, round) // method.wire_dtype.itemsize
         together = method.wire_dtype == wide
         front = self.scratch.get("front", (exact_end + payload_numel * together,), wide)
@@ -40,7 +42,8 @@ class Summed(Route):
         with self.recorder.span("encode"):
             torch.bitwise_and(parcel.flags, PRESENT, out=front[:count])
             torch.bitwise_and(parcel.flags, NONFINITE, out=front[count : 2 * count])
-            front[2 * count : exact_end].copy_(parcel.exact)
+            torch.bitwise_and(parcel.flags[:1], TERMINATE, out=front[2 * count : counts])
+            front[counts:exact_end].copy_(parcel.exact)
             method.encode(parcel.values, payload, here)
         with self.recorder.span("collective"):
             self.transport.all_reduce(front)
@@ -49,9 +52,14 @@ class Summed(Route):
         with self.recorder.span("decode"):
             present, nonfinite = front[:count] > 0, front[count : 2 * count] > 0
             parcel.flags_any.copy_(present * PRESENT + nonfinite * NONFINITE)
-            torch.mul(front[2 * count : exact_end], 1 / world, out=parcel.exact_mean)
+            parcel.flags_any[:1] += (front[2 * count : counts] > 0) * TERMINATE
+            torch.mul(front[counts:exact_end], 1 / world, out=parcel.exact_mean)
             method.decode(payload, parcel.mean, here)
             parcel.mean.mul_(1 / world)
 
     def _payload_bytes(self, parcel: Parcel, round: int) -> int:
         return parcel.method.payload_bytes(len(parcel.values), self.context(parcel, 0, round, hop=1))
+
+
+def _counts(parcel: Parcel) -> int:
+    return 2 * len(parcel.flags) + 1

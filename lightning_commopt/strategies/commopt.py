@@ -20,6 +20,7 @@ from lightning_commopt.measure import CommStats, ReducerLog
 from lightning_commopt.routes import ControlGroup, GradientPath, Hierarchy, PinnedDDP
 from lightning_commopt.strategies.applied_steps import AppliedSteps
 from lightning_commopt.strategies.ddp_arguments import chosen_ddp_arguments
+from lightning_commopt.strategies.elastic import join_restarted
 from lightning_commopt.strategies.explain import explain
 from lightning_commopt.strategies.groups import Groups, make_groups
 from lightning_commopt.strategies.nccl import NcclOptions, nccl_variables, set_nccl_variables
@@ -34,7 +35,9 @@ from lightning_commopt.strategies.preflight import (
     fingerprint,
 )
 from lightning_commopt.strategies.residual_checkpoint import ResidualCheckpoint, ResidualPolicy
+from lightning_commopt.strategies.rewrap import Trainable, wrap_again_if_changed
 from lightning_commopt.strategies.short_window import ShortWindow
+from lightning_commopt.strategies.sigterm import Sigterm
 
 __all__ = ["CommOptStrategy"]
 
@@ -100,12 +103,13 @@ class CommOptStrategy(DDPStrategy):
         self._checkpoint = ResidualCheckpoint(
             residuals, f"{self.compression!r}, hierarchy {hierarchy}, DDP {sorted(self._ddp_kwargs.items())}"
         )
-        self._wrapped: frozenset[int] = frozenset()  # identities of the parameters that DDP exchanges
+        self._wrapped: Trainable | None = None  # the parameters that DDP exchanges
         self._path: GradientPath | None = None
         self._steps: AppliedSteps | None = None
         self._control_group: tuple[object, ControlGroup] | None = None
         self._groups: tuple[object, Groups] | None = None
         self._log: ReducerLog | None = None
+        self._sigterm: Sigterm | None = None
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
@@ -115,6 +119,7 @@ class CommOptStrategy(DDPStrategy):
         if fitting:  # after a fit, validation or a test leaves its state to be saved and its statistics to be read
             self._path = self._steps = self._log = None
         super().setup(trainer)
+        self._sigterm = Sigterm(trainer, self) if self.world_size > 1 else None
         if fitting:
             check_optimizers(self)
             rank_zero_info(self.explain())
@@ -126,11 +131,16 @@ class CommOptStrategy(DDPStrategy):
         super().setup_environment()
 
     @override
+    def setup_distributed(self) -> None:
+        join_restarted(self)
+        super().setup_distributed()
+
+    @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         """Wrap the module; a method that compresses gets buckets that never change."""
         if self.world_size > 1:
             self._control.compare(fingerprint(self, model))
-        self._wrapped = frozenset(id(p) for p in model.parameters() if p.requires_grad)
+        self._wrapped = Trainable(model)
         if not self._exchanges:
             return super()._setup_model(model)
         check_model(self, model)
@@ -141,20 +151,28 @@ class CommOptStrategy(DDPStrategy):
         """Register the gradient path, on CPU too (the base class would drop a hook there without a word)."""
         assert isinstance(self.model, DistributedDataParallel)
         if not self._exchanges:
-            self._log = ReducerLog(self.model) if self.world_size > 1 else None
+            if self._log is not None:
+                self._log.follow(self.model)
+            elif self.world_size > 1:
+                self._log = ReducerLog(self.model)
             return
         assert self.lightning_module is not None
+        parameters = {
+            name: p
+            for name, p in self.lightning_module.named_parameters()
+            if p.requires_grad and name not in self.model.parameters_to_ignore
+        }
+        if self._path is not None:
+            self._path.follow(parameters)
+            self.model.register_comm_hook(None, self._path.hook)
+            return
         scaler = getattr(self.precision_plugin, "scaler", None)
         self._steps = AppliedSteps(scaler) if scaler is not None and scaler.is_enabled() else None
         may_be_unused = self.model.find_unused_parameters
         may_skip = self._steps is not None or self.nonfinite in ("skip", "propagate")
         groups = self._process_groups()
         self._path = GradientPath(
-            {
-                name: p
-                for name, p in self.lightning_module.named_parameters()
-                if p.requires_grad and name not in self.model.parameters_to_ignore
-            },
+            parameters,
             self.compression,
             groups.gradients,
             self.root_device,
@@ -189,13 +207,18 @@ class CommOptStrategy(DDPStrategy):
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        wrap_again_if_changed(self, batch_idx)
+
+    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward; where it synchronises, gradients take their path during it."""
         assert self.lightning_module is not None
         closure_loss = self._short_window.weighted(closure_loss, self.lightning_module)
         synchronises = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
         if synchronises and self.world_size > 1:
-            check_trainable(self.lightning_module, self._wrapped)
+            check_trainable(self.lightning_module, self._wrapped.identities if self._wrapped is not None else ())
         if self._path is not None and synchronises:
             self._path.begin_round(self._loss_scale)
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -204,6 +227,8 @@ class CommOptStrategy(DDPStrategy):
         if self._path is None or not synchronises:
             return loss
         self._path.finish_round()
+        if self._sigterm is not None:
+            self._sigterm.round_done()
         if self._steps is None and self.nonfinite == "error":
             raise_together(self._path, self._control)
         return loss
@@ -254,13 +279,14 @@ class CommOptStrategy(DDPStrategy):
         """Add the residuals to a checkpoint that can be resumed from; plain Lightning ignores them."""
         written = None
         assert self.lightning_module is not None
-        if self.lightning_module.trainer.interrupted:
+        together = self._sigterm is not None and self._sigterm.agreed
+        if self.lightning_module.trainer.interrupted and not together:
             self._checkpoint.leave_out(checkpoint, self._path)
         elif self._path is not None and "optimizer_states" in checkpoint:
             written = self._checkpoint.add(checkpoint, str(filepath), self._path, self._control, self.checkpoint_io)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if written is not None and self.is_global_zero:
-            self._checkpoint.sweep(written)
+            self._checkpoint.sweep(*written)
 
     @override
     def load_checkpoint(self, checkpoint_path: "str | Path", weights_only: bool | None = None) -> dict[str, Any]:
@@ -304,7 +330,7 @@ class CommOptStrategy(DDPStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        runtime = dict.fromkeys(("_path", "_steps", "_log", "_groups", "_control_group"))
+        runtime = dict.fromkeys(("_path", "_steps", "_log", "_groups", "_control_group", "_sigterm"))
         return super().__getstate__() | runtime  # threads and process groups stay where they are
 
     def __repr__(self) -> str:
@@ -318,4 +344,6 @@ class CommOptStrategy(DDPStrategy):
             self._log.close()
         if self._steps is not None:
             self._steps.close()
+        if self._sigterm is not None:
+            self._sigterm.close()
         super().teardown()

@@ -157,7 +157,7 @@ def check_model(strategy: "CommOptStrategy", model: nn.Module) -> None:
 
 
 def check_trainable(model: nn.Module, wrapped: Collection[int]) -> None:
-    """Refuse to train a parameter that DDP does not know, since replicas would drift apart without a word.
+    """Refuse a parameter that became trainable within a batch: replicas would drift apart without a word.
 
     Args:
         model: The module.
@@ -170,9 +170,8 @@ def check_trainable(model: nn.Module, wrapped: Collection[int]) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in wrapped:
             raise RuntimeError(
-                f"`{name}` became trainable after the module was wrapped: DDP would not exchange its gradient, and "
-                "ranks would drift apart. Let it be trainable when the fit begins (with a learning rate of 0 until it "
-                "is to learn), or unfreeze it between two fits."
+                f"`{name}` became trainable within a batch: DDP would not exchange its gradient, and ranks would drift "
+                "apart. Unfreeze it before the batch begins, in `on_train_epoch_start` or `on_train_batch_start`."
             )
 
 

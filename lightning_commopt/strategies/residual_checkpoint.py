@@ -2,40 +2,29 @@
 
 import hashlib
 import os
-import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_commopt.routes import ControlGroup, GradientPath
+from lightning_commopt.strategies.rank_files import KEY, RankFiles, folder_of, rank_file
 from lightning_commopt.strategies.regroup import RankState, mean_over_ranks, regrouped, whole
 
 __all__ = ["KEY", "ResidualCheckpoint", "ResidualPolicy"]
 
 ResidualPolicy = Literal["per_rank", "mean", "drop"]
 
-KEY = "commopt"
-"""Our entry in a checkpoint."""
-
 _INLINE_BYTES = 64_000_000  # together, over ranks
 _PER_RANK_UP_TO = 8
-
-
-class Written(NamedTuple):
-    """Rank files of one save."""
-
-    path: str
-    save_id: str
 
 
 class ResidualCheckpoint:
     """Adds residuals to a checkpoint and gives them back.
 
-    Rank files carry a fresh id with every save and are never overwritten; the main file, written last, lists them with
-    digests. A crash between the two leaves the previous pair whole, so a pair is swept only when two newer ones exist.
+    The main file is written last and lists the rank files with digests: a crash between them leaves the previous pair
+    whole.
 
     Args:
         policy: ``"per_rank"``, ``"mean"``, ``"drop"``, or None for ``"per_rank"`` up to 8 ranks and ``"mean"`` above.
@@ -49,15 +38,15 @@ class ResidualCheckpoint:
         self.policy = policy
         self.signature = signature
         self._loaded: tuple[str, Mapping[str, Any]] | None = None
-        self._kept: dict[str, list[str]] = {}
+        self._files = RankFiles()
 
     def add(
         self, checkpoint: dict[str, Any], filepath: str, path: GradientPath, control: ControlGroup, io: CheckpointIO
-    ) -> Written | None:
+    ) -> tuple[str, str] | None:
         """Put the residuals into ``checkpoint``, or into files beside ``filepath``. A collective.
 
         Returns:
-            The rank files that were written, if any.
+            Path and id of the save whose rank files were written, if any.
 
         """
         policy = self.policy or ("per_rank" if control.world <= _PER_RANK_UP_TO else "mean")
@@ -72,16 +61,16 @@ class ResidualCheckpoint:
         if sum(control.all_gather(_nbytes(state))) <= _INLINE_BYTES:
             entry["residuals"] = control.gather(state)
             return None
-        target, save_id = control.broadcast((filepath, uuid.uuid4().hex[:8]))
-        io.save_checkpoint(state, _rank_file(target, save_id, control.rank))
+        target, save_id = control.broadcast(self._files.begin(filepath) if control.rank == 0 else (filepath, ""))
+        io.save_checkpoint(state, rank_file(target, save_id, control.rank))
         entry["digests"] = control.all_gather(_digest(state))
-        entry["files"] = [os.path.basename(_rank_file(target, save_id, rank)) for rank in range(control.world)]
-        return Written(target, save_id)
+        entry["files"] = [os.path.basename(rank_file(target, save_id, rank)) for rank in range(control.world)]
+        return target, save_id
 
     def leave_out(self, checkpoint: dict[str, Any], path: GradientPath | None) -> None:
         """Add all but the residuals: after an exception other ranks may not be there to give theirs."""
         if path is not None and "optimizer_states" in checkpoint:
-            checkpoint[KEY] = self._entry(path, "drop")
+            checkpoint[KEY] = self._entry(path, "drop") | {"left_out": path.method.error_feedback}
 
     def _entry(self, path: GradientPath, policy: ResidualPolicy) -> dict[str, Any]:
         return {
@@ -94,17 +83,13 @@ class ResidualCheckpoint:
             "rounds": path.rounds,
         }
 
-    def sweep(self, written: Written) -> None:
-        """Remove rank files of saves older than the last two to the same path."""
-        kept = self._kept.setdefault(written.path, [])
-        kept.append(written.save_id)
-        del kept[:-2]
-        _remove_rank_files(written.path, kept)
+    def sweep(self, path: str, save_id: str) -> None:
+        """Remove the rank files that nobody needs after this save. On rank 0 alone."""
+        self._files.end(path, save_id)
 
     def remove(self, filepath: str) -> None:
-        """Remove all rank files of a checkpoint that is removed."""
-        self._kept.pop(filepath, None)
-        _remove_rank_files(filepath, ())
+        """Remove all rank files of a checkpoint that is removed. On rank 0 alone."""
+        self._files.remove(filepath)
 
     def remember(self, filepath: str, checkpoint: Mapping[str, Any]) -> None:
         """Keep our entry of a loaded checkpoint until the gradient path exists."""
@@ -122,6 +107,12 @@ class ResidualCheckpoint:
         path.resume(entry["rounds"], entry["applied_steps"])
         if not path.method.error_feedback:
             _say_dropped(entry, f"method `{path.method.name}` keeps none")
+            return
+        if entry.get("left_out"):
+            rank_zero_warn(
+                "The checkpoint was written after an exception, when other ranks could not be asked for their "
+                "residuals: they start at zero."
+            )
             return
         same = entry["world"] == control.world and entry["method"] == self.signature
         if "mean" in entry:
@@ -154,7 +145,7 @@ class ResidualCheckpoint:
             return [entry["residuals"][rank] for rank in ranks]
         if "files" not in entry:
             return None
-        folder, states, bad = os.path.dirname(os.path.realpath(filepath)), [], []
+        folder, states, bad = folder_of(filepath), [], []
         for rank in ranks:
             try:
                 state = io.load_checkpoint(os.path.join(folder, entry["files"][rank]))
@@ -188,19 +179,3 @@ def _digest(state: RankState) -> str:
                 digest.update(f"{kind} {name} {first}".encode())
                 digest.update(values.contiguous().numpy().data)
     return digest.hexdigest()
-
-
-def _rank_file(path: str, save_id: str, rank: int) -> str:
-    return f"{path}.{KEY}-{save_id}-rank{rank:05d}.pt"
-
-
-def _remove_rank_files(path: str, kept: Sequence[str]) -> None:
-    """Remove the rank files beside ``path`` whose save is not in ``kept``."""
-    files, (folder, name) = get_filesystem(path), os.path.split(path)
-    files.invalidate_cache()
-    if not files.isdir(folder or "."):
-        return
-    for file in files.ls(folder or ".", detail=False):  # not `glob`: names may hold brackets and stars
-        own = os.path.basename(file).startswith(f"{name}.{KEY}-")
-        if own and not any(f".{KEY}-{save_id}-" in file for save_id in kept):
-            files.rm(file)

@@ -1,6 +1,7 @@
 """Files of checkpoints: rank files come and go with the main file, and whatever happens to them the run goes on."""
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from fsspec import register_implementation
+from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -142,6 +145,39 @@ def fit_async(folder: Path, epochs: int, ckpt: str | None) -> Fit:
     return fit_keeping(folder, epochs, {"save_last": True}, ckpt, plugins=[AsyncCheckpointIO()])
 
 
+class Shared(LocalFileSystem):  # type: ignore[misc]  # no annotations
+    """Local files under another protocol, as if they were remote."""
+
+    protocol = "shared"
+
+    @classmethod
+    @override
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("shared://")))
+
+
+def fit_shared(folder: str, epochs: int, resume: bool) -> tuple[Tensor, list[str]]:
+    """With all checkpoints in a folder that only fsspec knows."""
+    register_implementation("shared", Shared)
+    use_rank_files()
+    keep = ModelCheckpoint(folder, filename="{epoch}", monitor="score", save_top_k=2, save_last=True)
+    ckpt = f"{folder}/last.ckpt" if resume else None
+    options: dict[str, Any] = {"max_epochs": epochs, "callbacks": [keep], "enable_checkpointing": True}
+    ran = fit(strategy_of(INT8), Scored(), batches(STEPS), ckpt, **options)
+    return ran.parameters, [text for text in ran.warnings if "esidual" in text]
+
+
+def test_remote_files(pool: WorkerPool, tmp_path: Path) -> None:
+    whole = pool.run(fit_shared, 2, f"shared://{tmp_path}/whole", 5, False)
+    assert names(tmp_path / "whole") == {"epoch=1.ckpt": 2, "epoch=2.ckpt": 2, "last.ckpt": 4}
+    pool.run(fit_shared, 2, f"shared://{tmp_path}/two", 3, False)
+    for (resumed, warnings), (reference, _) in zip(
+        pool.run(fit_shared, 2, f"shared://{tmp_path}/two", 5, True), whole, strict=True
+    ):
+        assert torch.equal(resumed, reference)
+        assert not warnings
+
+
 # ---- accidents ------------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +245,71 @@ def test_crash_between_rank_files_and_main_file(pool: WorkerPool, tmp_path: Path
     assert names(tmp_path) == {"last.ckpt": 4}
     resumed = pool.run(resume_to, 2, tmp_path / "last.ckpt", 3)
     assert all(torch.equal(*pair) for pair in zip(resumed, pool.run(resume_to, 2, None, 3), strict=True))
+
+
+def test_the_pair_that_was_resumed_from_stays_until_two_newer_ones_exist(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "same.ckpt"
+    pool.run(crash_between_files, 2, path)
+    loaded = listed(tmp_path, "same.ckpt")
+    pool.run(resume_and_save, 2, path, 2)
+    assert names(tmp_path) == {"same.ckpt": 6}  # the crashed save and the new one
+    assert all((tmp_path / file).exists() for file in loaded)
+    pool.run(resume_and_save, 2, path, 4)
+    assert names(tmp_path) == {"same.ckpt": 4}
+    assert all((tmp_path / file).exists() for file in listed(tmp_path, "same.ckpt"))
+
+
+def resume_and_save(path: Path, epochs: int) -> None:
+    """Go on, saving to the same path after each epoch."""
+    use_rank_files()
+    fit(strategy_of(INT8), Regression(), batches(STEPS), path, max_epochs=epochs, callbacks=[SaveEveryEpoch(path)])
+
+
+def test_rank_files_of_no_checkpoint_are_swept(pool: WorkerPool, tmp_path: Path) -> None:
+    own, old, young = (f"{name}.ckpt.commopt-0123abcd-rank00000.pt" for name in ("epoch=0", "old", "young"))
+    other = "notes.commopt-rank.pt"
+    for name in (own, old, young, other):
+        (tmp_path / name).touch()
+    for name in (old, other):
+        os.utime(tmp_path / name, times=(time.time() - 3600,) * 2)
+    pool.run(fit_keeping, 2, tmp_path, 1, {})
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left - set(listed(tmp_path, "epoch=0.ckpt")) == {"epoch=0.ckpt", young, other}
+
+
+class Failing(Regression):
+    """Raises on all ranks in the last batch of the first epoch."""
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch == 0 and batch_idx == STEPS - 1:
+            raise ZeroDivisionError
+
+
+class SaveOnOneRank(OnExceptionCheckpoint):
+    """As Lightning's, on rank 0 alone: the other ranks may not come."""
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.is_global_zero:
+            trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(), self.ckpt_path)
+
+
+def fail_and_resume(folder: Path) -> tuple[list[str], int]:
+    """An emergency checkpoint, and what is said when it is resumed."""
+    with pytest.raises(ZeroDivisionError):
+        fit(strategy_of(INT8), Failing(), batches(STEPS), callbacks=[SaveOnOneRank(folder)], enable_checkpointing=True)
+    dist.barrier()
+    resumed = fit(strategy_of(INT8), Regression(), batches(STEPS), folder / "on_exception.ckpt", max_epochs=2)
+    return [text for text in resumed.warnings if "esidual" in text], resumed.steps
+
+
+def test_emergency_checkpoint_asks_nothing_of_other_ranks(pool: WorkerPool, tmp_path: Path) -> None:
+    for rank, (warnings, steps) in enumerate(pool.run(fail_and_resume, 2, tmp_path)):
+        assert len(warnings) == (rank == 0)
+        assert all("after an exception" in text for text in warnings)
+        assert steps >= 2 * STEPS - 1
+    assert residual_checkpoint.KEY in torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
 
 
 # ---- other readers, other moments -----------------------------------------------------------------------------------

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_commopt import Int8, Uncompressed
 from tests.methods import Case
 from tests.pool import WorkerPool
 from tests.strategies.toy import (
@@ -23,6 +25,7 @@ from tests.strategies.toy import (
     compresses,
     each_method,
     fit,
+    flat,
     strategy_of,
 )
 
@@ -181,3 +184,62 @@ def assert_near(case: Case, name: str, ran: Fit, stock: Fit) -> None:
         assert last < ran.losses[0]
     else:
         assert (last - reference).abs() < 0.1 * gained, (name, (last - reference) / gained)
+
+
+# ---- wrappers and callbacks of others -------------------------------------------------------------------------------
+
+
+class Thawing(Regression):
+    """The first layer trains from the third batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.layers[0].requires_grad_(True)
+
+
+def fit_compiled(case: Case) -> tuple[Fit, Fit]:
+    """Compiled, and as it is; DDPOptimizer needs buckets of its usual size."""
+    compiled, plain = (strategy_of(case, bucket_cap_mb=25) for _ in range(2))
+    return (
+        fit(compiled, torch.compile(Thawing(), backend="aot_eager"), batches(4)),  # type: ignore[arg-type]
+        fit(plain, Thawing(), batches(4)),
+    )
+
+
+def test_compiled_is_the_same(pool: WorkerPool) -> None:
+    for compiled, plain in pool.run(fit_compiled, 2, Case(Int8())):
+        assert torch.equal(compiled.parameters, plain.parameters)
+        assert compiled.stats is not None
+        assert plain.stats is not None
+        assert compiled.stats.hook_calls == plain.stats.hook_calls == 4
+
+
+AVERAGING: dict[str, Callable[[], Callback]] = {
+    "SWA": lambda: StochasticWeightAveraging(1e-3, swa_epoch_start=2),
+    "EMA": lambda: EMAWeightAveraging(decay=0.5),
+}
+
+
+def fit_averaged() -> dict[str, list[Fit]]:
+    """Each callback under stock DDP, `none` and int8; int8 without it comes last."""
+    results = {}
+    for name, averaging in AVERAGING.items():
+        strategies = [DDPStrategy(**SMALL_BUCKETS), strategy_of(Case(Uncompressed())), strategy_of(Case(Int8()))]  # type: ignore[arg-type]
+        fits = [fit(s, Regression(), batches(4), max_epochs=4, callbacks=[averaging()]) for s in strategies]
+        results[name] = [*fits, fit(strategy_of(Case(Int8())), Regression(), batches(4), max_epochs=4)]
+    return results
+
+
+def test_averaged_weights_are_those_of_ddp(pool: WorkerPool) -> None:
+    zero, one = pool.run(fit_averaged, 2)
+    start = flat(Regression())
+    for name, (stock, none, int8, plain) in zero.items():
+        assert torch.equal(none.parameters, stock.parameters), name
+        assert torch.equal(int8.parameters, one[name][2].parameters), name
+        assert not torch.equal(int8.parameters, plain.parameters), name
+        assert (int8.parameters - stock.parameters).norm() < 0.25 * (stock.parameters - start).norm(), name
