@@ -77,9 +77,10 @@ class AgreedFetcher(_DataFetcher):
 
     def _repeated(self) -> _Fetched:
         """Return the last batch again; after a resume, when it is gone, any other."""
-        if self._last is None:
-            self.iterator = iter(self.combined_loader)
-            self._last = self._fetch()
+        for _ in range(2):  # the first iteration of a stateful loader may begin where the resumed one had ended
+            if self._last is None:
+                self.iterator = iter(self.combined_loader)
+                self._last = self._fetch()
         if self._last is None:
             raise RuntimeError("This rank has ended, and its loader gives no batch to repeat: choose `uneven='trim'`.")
         return self._last
