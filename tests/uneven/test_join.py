@@ -14,8 +14,8 @@ from lightning_commopt import Uncompressed
 from tests.methods import Case
 from tests.pool import WorkerPool
 from tests.strategies.chosen import SHAPES, Chosen, Ledger, assert_conserved, chosen_gradient
-from tests.strategies.toy import ByHand, Regression, compresses, each_route, fit, flat, state_of, strategy_of
-from tests.uneven.toy import COUNTS, METHODS, Ran, Stream, own_batches, reference, run, train_loader, uneven_fit
+from tests.strategies.toy import ByHand, Regression, compresses, each_method, fit, flat, state_of, strategy_of
+from tests.uneven.toy import COUNTS, FITS, METHODS, Ran, Stream, own_batches, reference, run, train_loader, uneven_fit
 
 NONE = METHODS[0]
 
@@ -44,14 +44,12 @@ def fit_joined(case: Case, counts: Sequence[int], window: int) -> tuple[Ran, Ran
     return sized, unsized, kept.changed, strategy.comm_stats().rounds
 
 
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("counts", [*COUNTS, (9, 11)], ids=str)
-@pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
+@pytest.mark.parametrize(("case", "counts", "window"), FITS)
 def test_joined_is_one_process_on_all_batches(
     pool: WorkerPool, case: Case, counts: tuple[int, ...], window: int
 ) -> None:
     ranks, longest = pool.run(fit_joined, len(counts), case, counts, window), max(counts)
-    expected, begin = reference(counts, window), flat(Regression())
+    expected, begin = pool.run(reference, 1, counts, window)[0], flat(Regression())
     for sized, unsized, changed, rounds in ranks:
         assert torch.equal(sized.parameters, unsized.parameters)
         assert torch.equal(sized.parameters, ranks[0][0].parameters)
@@ -104,7 +102,7 @@ def ledgers_of_joined(case: Case, counts: Sequence[int]) -> list[Ledger]:
     return ledgers
 
 
-@each_route()
+@each_method()
 def test_joined_is_conserved_over_every_method(pool: WorkerPool, case: Case, world: int) -> None:
     ranks = pool.run(ledgers_of_joined, world, case, JOINED[world])
     for ledgers, window in zip(zip(*ranks, strict=True), (1, WINDOW), strict=True):
@@ -133,9 +131,10 @@ def fit_with_true_mean(counts: Sequence[int]) -> dict[str, Ran]:
 def test_true_mean_of_what_remains(pool: WorkerPool) -> None:
     counts = COUNTS[1]
     trimmed = [min(counts)] * len(counts)
-    for rank in pool.run(fit_with_true_mean, len(counts), counts):
-        for policy, of in (("join", counts), ("trim", trimmed)):
-            expected, nominal = reference(of, 4, true_mean=True), reference(of, 4)
+    ranks = pool.run(fit_with_true_mean, len(counts), counts)
+    for policy, of in (("join", counts), ("trim", trimmed)):
+        expected, nominal = (pool.run(reference, 1, of, 4, true_mean=true)[0] for true in (True, False))
+        for rank in ranks:
             off = (rank[policy].parameters - expected).norm()
             assert off < 1e-4 * (nominal - expected).norm()
 

@@ -36,7 +36,7 @@ class Calls(pl.Callback):
             self.reduced += 1
             reduce(tensor)
 
-        control.all_gather, control.all_reduce = all_gather, all_reduce  # type: ignore[method-assign,assignment]
+        control.all_gather, control.all_reduce = all_gather, all_reduce  # type: ignore[method-assign]
 
     @override
     def on_train_batch_end(self, *_: Any) -> None:
@@ -72,7 +72,7 @@ def fit_twice(folder: Path) -> tuple[list[int], list[str], list[str], list[str]]
     strategy = CommOptStrategy(Int8(), uneven="trim")
     model, steps, patched = Regression(), [], []
     fitter = trainer(dist.get_world_size(), strategy, max_epochs=1, use_distributed_sampler=False)
-    before = [type(callback).__name__ for callback in fitter.callbacks]  # type: ignore[attr-defined]
+    before = [type(callback).__name__ for callback in fitter.callbacks]
     for counts in ((4, 3), (2, 3)):
         fitter.fit(model, loader(own_batches(counts)))
         steps.append(fitter.global_step)
@@ -83,7 +83,7 @@ def fit_twice(folder: Path) -> tuple[list[int], list[str], list[str], list[str]]
         fitter.validate(model, loader(batches(2)), verbose=False)
         fitter.test(model, loader(batches(2)), verbose=False)
         patched += [type(loop).__name__ for loop in loops if "setup_data" in vars(loop)]
-    after = [type(callback).__name__ for callback in fitter.callbacks]  # type: ignore[attr-defined]
+    after = [type(callback).__name__ for callback in fitter.callbacks]
     kept = sorted(torch.load(folder / "after.ckpt", weights_only=True)["callbacks"])
     return steps, patched, [name for name in after if name not in before], kept
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_commopt import CommOptStrategy
 from tests.pool import WorkerPool
 from tests.strategies.toy import Batch, Regression, batches
-from tests.uneven.toy import COUNTS, METHODS, error_of, run, train_loader, uneven_fit
+from tests.uneven.toy import METHODS, error_of, run, train_loader, uneven_fit
 
 NONE = METHODS[0]
 CURE = "give every rank as many batches, as `DistributedSampler` does, or choose `uneven='trim'`"
@@ -25,7 +25,7 @@ def errors_of_uneven(counts: Sequence[int]) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("counts", [*COUNTS, (9, 11), (12, 10, 11)], ids=str)
+@pytest.mark.parametrize("counts", [(11, 9, 11), (9, 11), (5, 3, 4)], ids=str)
 def test_uneven_ranks_are_told(pool: WorkerPool, counts: tuple[int, ...]) -> None:
     shortest = min(counts)
     ended = [rank for rank, count in enumerate(counts) if count == shortest]

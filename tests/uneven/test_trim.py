@@ -1,17 +1,19 @@
 """`uneven="trim"`: every rank stops after the shortest, as if no rank had more."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.methods import Case
 from tests.pool import WorkerPool
-from tests.uneven.toy import COUNTS, METHODS, Ran, uneven_fit
+from tests.uneven.toy import FITS, Ran, uneven_fit
 
 
 def fit_trimmed(case: Case, counts: tuple[int, ...], window: int) -> tuple[Ran, Ran, Ran]:
     """With a length, without one, and on batches that are as many on all ranks."""
     plain = [min(counts)] * len(counts)
-    options = {"accumulate_grad_batches": window}
+    options: dict[str, Any] = {"accumulate_grad_batches": window}
     return (
         uneven_fit(case, counts, "trim", **options),
         uneven_fit(case, counts, "trim", sized=False, **options),
@@ -19,9 +21,7 @@ def fit_trimmed(case: Case, counts: tuple[int, ...], window: int) -> tuple[Ran, 
     )
 
 
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("counts", [*COUNTS, (9, 11)], ids=str)
-@pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
+@pytest.mark.parametrize(("case", "counts", "window"), FITS)
 def test_trimmed_is_as_if_no_rank_had_more(pool: WorkerPool, case: Case, counts: tuple[int, ...], window: int) -> None:
     ranks = pool.run(fit_trimmed, len(counts), case, counts, window)
     for rank, (sized, unsized, plain) in enumerate(ranks):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +19,7 @@ from tests.strategies.toy import Batch, Regression, batches, flat, loader, strat
 
 __all__ = [
     "COUNTS",
+    "FITS",
     "METHODS",
     "Ran",
     "Stream",
@@ -31,6 +33,12 @@ __all__ = [
 
 COUNTS = ((12, 11, 12), (11, 9, 11))
 METHODS = (Case(Uncompressed()), Case(Int8()), Case(PowerSGD(rank=2)))
+FITS = [
+    pytest.param(METHODS[method], counts, window, id=f"{METHODS[method].method.name}-{counts}-{window}")
+    for method, counts in ((0, COUNTS[0]), (0, (9, 11)), (1, COUNTS[1]), (2, COUNTS[0]))
+    for window in (1, 4)
+]
+"""Method, batches by rank, and the window of accumulation."""
 
 
 class Stream(IterableDataset[Any]):
@@ -155,6 +163,6 @@ def reference(counts: Sequence[int], window: int, epochs: int = 2, true_mean: bo
             own = [batch for of_rank in data for batch in of_rank[start : start + length]]
             loss = torch.stack([model.loss((x.double(), y.double())) for x, y in own]).mean()
             optimizer.zero_grad()
-            (loss if true_mean else loss * length / window).backward()  # type: ignore[no-untyped-call]
+            (loss if true_mean else loss * length / window).backward()
             optimizer.step()
     return flat(model)
