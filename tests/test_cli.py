@@ -58,7 +58,11 @@ def state(strategy: CommOptStrategy) -> dict[str, Any]:
     """What the options of a strategy came to."""
     plain = (bool, int, float, str, dict, timedelta, Compression, type(None))
     attributes = {name: value for name, value in vars(strategy).items() if isinstance(value, plain)}
-    return attributes | {"true_mean": strategy._short_window.true_mean, "residuals": strategy._checkpoint.policy}
+    return attributes | {
+        "true_mean": strategy._short_window.true_mean,
+        "uneven": strategy._uneven.policy,
+        "residuals": strategy._checkpoint.policy,
+    }
 
 
 OPTIONS: dict[str, tuple[object, str, object]] = {
@@ -68,6 +72,7 @@ OPTIONS: dict[str, tuple[object, str, object]] = {
     "nonfinite": ("skip", "nonfinite", "skip"),
     "residuals": ("mean", "residuals", "mean"),
     "true_mean": ("true", "true_mean", True),
+    "uneven": ("join", "uneven", "join"),
     "nccl": ("{algo: ring, NCCL_IB_DISABLE: 1}", "nccl", {"NCCL_ALGO": "ring", "NCCL_IB_DISABLE": "1"}),
     "find_unused_parameters": ("true", "_ddp_kwargs", {"find_unused_parameters": True}),
     "bucket_cap_mb": (5, "_ddp_kwargs", {"bucket_cap_mb": 5}),

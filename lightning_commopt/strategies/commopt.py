@@ -38,6 +38,7 @@ from lightning_commopt.strategies.residual_checkpoint import ResidualCheckpoint,
 from lightning_commopt.strategies.rewrap import Trainable, wrap_again_if_changed
 from lightning_commopt.strategies.short_window import ShortWindow
 from lightning_commopt.strategies.sigterm import Sigterm
+from lightning_commopt.uneven import Uneven, UnevenBatches
 
 __all__ = ["CommOptStrategy"]
 
@@ -66,6 +67,11 @@ class CommOptStrategy(DDPStrategy):
             default above), ``"drop"``.
         true_mean: Under gradient accumulation, divide the last window of an epoch by its real length when it is short.
             Lightning divides by the nominal one; without this option that is reported once, with its factor.
+        uneven: What to do when ranks have different numbers of training batches: ``"error"`` ends all ranks with the
+            numbers, ``"trim"`` lets every rank stop after the shortest, ``"join"`` lets a rank that has ended repeat
+            its last batch with weight 0, so that gradients are means over all other batches (batch norms and metrics of
+            training see the repeats). Where loaders have no length, ranks tell each other before each batch whether
+            another one follows: one small all-reduce.
         nccl: Environment variables of NCCL by name, such as ``{"algo": "Ring", "debug": "INFO"}`` for ``NCCL_ALGO`` and
             ``NCCL_DEBUG``. They are checked, set in every process before its process group is made, win over the
             environment, and stay set. CUDA only.
@@ -86,6 +92,7 @@ class CommOptStrategy(DDPStrategy):
         nonfinite: Nonfinite | None = None,
         residuals: ResidualPolicy | None = None,
         true_mean: bool = False,
+        uneven: Uneven = "error",
         nccl: NcclOptions | None = None,
         **kwargs: Any,
     ) -> None:
@@ -100,6 +107,7 @@ class CommOptStrategy(DDPStrategy):
         self.true_mean = true_mean
         check_options(self, start_step, nonfinite)
         self._short_window = ShortWindow(true_mean)
+        self._uneven = UnevenBatches(uneven)
         self._checkpoint = ResidualCheckpoint(
             residuals, f"{self.compression!r}, hierarchy {hierarchy}, DDP {sorted(self._ddp_kwargs.items())}"
         )
@@ -118,6 +126,8 @@ class CommOptStrategy(DDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:  # after a fit, validation or a test leaves its state to be saved and its statistics to be read
             self._path = self._steps = self._log = None
+        if self.world_size > 1:
+            self._uneven.attach(trainer, self._control)
         super().setup(trainer)
         self._sigterm = Sigterm(trainer, self) if self.world_size > 1 else None
         if fitting:
@@ -140,6 +150,7 @@ class CommOptStrategy(DDPStrategy):
         """Wrap the module; a method that compresses gets buckets that never change."""
         if self.world_size > 1:
             self._control.compare(fingerprint(self, model))
+            self._uneven.check_model(model)
         self._wrapped = Trainable(model)
         if not self._exchanges:
             return super()._setup_model(model)
@@ -204,6 +215,11 @@ class CommOptStrategy(DDPStrategy):
             self._groups = (world, make_groups(self._control, self.root_device, hierarchy, self._timeout))
         return self._groups[1]
 
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._uneven.check_loader(dataloader)
+        return super().process_dataloader(dataloader)
+
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     @override
@@ -221,7 +237,8 @@ class CommOptStrategy(DDPStrategy):
             check_trainable(self.lightning_module, self._wrapped.identities if self._wrapped is not None else ())
         if self._path is not None and synchronises:
             self._path.begin_round(self._loss_scale)
-        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        with self._uneven.weighted(closure_loss, self.lightning_module) as weighted_loss:
+            loss = super().backward(weighted_loss, optimizer, *args, **kwargs)
         if self._log is not None and synchronises:
             self._log.note_round()
         if self._path is None or not synchronises:
@@ -338,6 +355,7 @@ class CommOptStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self._uneven.detach()
         if self._path is not None:
             self._path.close()
         if self._log is not None:

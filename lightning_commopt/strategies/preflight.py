@@ -199,6 +199,7 @@ def fingerprint(strategy: "CommOptStrategy", model: nn.Module) -> dict[str, str]
         "nonfinite": strategy.nonfinite,
         "residuals": str(strategy._checkpoint.policy),
         "true_mean": str(strategy._short_window.true_mean),
+        "uneven": strategy._uneven.policy,
         "DDP arguments": repr(sorted((k, str(v)) for k, v in strategy._ddp_kwargs.items())),
         "NCCL variables": repr(sorted(same_on_all_ranks(strategy.nccl).items())),
         "precision": str(strategy.precision_plugin.precision),
