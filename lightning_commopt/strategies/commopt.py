@@ -1,13 +1,13 @@
 """The data-parallel strategy."""
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Module
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commopt.compression import Compression, Uncompressed, method_named
+from lightning_commopt.failure import FailTogether
 from lightning_commopt.measure import CommStats, ReducerLog
 from lightning_commopt.routes import ControlGroup, GradientPath, Hierarchy, PinnedDDP
 from lightning_commopt.strategies.applied_steps import AppliedSteps
@@ -39,7 +40,7 @@ from lightning_commopt.strategies.short_window import ShortWindow
 __all__ = ["CommOptStrategy"]
 
 
-class CommOptStrategy(DDPStrategy):
+class CommOptStrategy(FailTogether):
     """Distributed data parallel with compressed gradient exchange.
 
     Takes every argument of :class:`~lightning.pytorch.strategies.DDPStrategy`, and options for what goes on the wire.
@@ -63,6 +64,9 @@ class CommOptStrategy(DDPStrategy):
             default above), ``"drop"``.
         true_mean: Under gradient accumulation, divide the last window of an epoch by its real length when it is short.
             Lightning divides by the nominal one; without this option that is reported once, with its factor.
+        stall_timeout: Seconds (or a `timedelta`) that a rank which lives but does not go on may hold up training; then
+            all ranks end, and the message has its stack. Set-up, compilation, validation and checkpoints do not count.
+            None: the `timeout` of the process groups. A rank that is dead or stopped is found in seconds anyway.
         nccl: Environment variables of NCCL by name, such as ``{"algo": "Ring", "debug": "INFO"}`` for ``NCCL_ALGO`` and
             ``NCCL_DEBUG``. They are checked, set in every process before its process group is made, win over the
             environment, and stay set. CUDA only.
@@ -83,6 +87,7 @@ class CommOptStrategy(DDPStrategy):
         nonfinite: Nonfinite | None = None,
         residuals: ResidualPolicy | None = None,
         true_mean: bool = False,
+        stall_timeout: float | timedelta | None = None,
         nccl: NcclOptions | None = None,
         **kwargs: Any,
     ) -> None:
@@ -95,6 +100,7 @@ class CommOptStrategy(DDPStrategy):
         self.hierarchy: Hierarchy = hierarchy
         self.nonfinite: Nonfinite = nonfinite or ("error" if self.compression.error_feedback else "propagate")
         self.true_mean = true_mean
+        self.stall_timeout = stall_timeout
         check_options(self, start_step, nonfinite)
         self._short_window = ShortWindow(true_mean)
         self._checkpoint = ResidualCheckpoint(
@@ -142,6 +148,7 @@ class CommOptStrategy(DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         if not self._exchanges:
             self._log = ReducerLog(self.model) if self.world_size > 1 else None
+            self._watch_reducer()
             return
         assert self.lightning_module is not None
         scaler = getattr(self.precision_plugin, "scaler", None)
