@@ -19,7 +19,7 @@ from lightning_commopt.failure.checks import Reached, check_output
 from lightning_commopt.failure.guard import guard_launcher, release_children
 from lightning_commopt.failure.phase import Phase
 from lightning_commopt.failure.sigterm import SharedSigterm
-from lightning_commopt.failure.watch import Watch
+from lightning_commopt.failure.watch import Limits, Watch
 from lightning_commopt.routes import ControlGroup
 
 __all__ = ["FailTogether"]
@@ -34,6 +34,7 @@ class FailTogether(DDPStrategy):
 
     stall_timeout: float | timedelta | None = None
     watch: Watch | None = None
+    _limits = Limits()
     _sigterm: SharedSigterm | None = None
     _reached: Reached | None = None
 
@@ -63,7 +64,7 @@ class FailTogether(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.world_size > 1:
-            self.watch = Watch(self._control, self._stall_s, on_verdict=lambda: release_children(self))
+            self.watch = Watch(self._control, self._stall_s, self._limits, lambda: release_children(self))
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -165,12 +166,18 @@ class FailTogether(DDPStrategy):
             self.watch.enter(Phase.BETWEEN_BATCHES)
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.watch is not None:  # a checkpoint begins
+            self.watch.enter(Phase.CHECKPOINT)
+        return super().lightning_module_state_dict()
+
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: "str | Path", storage_options: Any = None) -> None:
         if self.watch is None:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
-        before = self.watch.enter(Phase.CHECKPOINT)
+        self.watch.enter(Phase.CHECKPOINT)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        self.watch.enter(before)
+        self.watch.enter(Phase.BETWEEN_BATCHES)
         return None
 
     # ---- collectives, while they can succeed ----------------------------------------------------------------------

@@ -24,7 +24,7 @@ class Verdict:
         rank: The rank.
         phase: Where it was.
         step: Optimizer steps when its batch began.
-        cause: In words that follow "rank 1".
+        cause: In words that follow "rank 1, in backward of step 5,".
         hangs: Whether it lives, so that its stack can be had.
 
     """
@@ -37,7 +37,7 @@ class Verdict:
 
     def text(self, stack: str = "") -> str:
         """Return the one message."""
-        line = f"rank {self.rank} {self.cause}, {self.phase.words(self.step)}; all ranks end."
+        line = f"rank {self.rank}, {self.phase.words(self.step)}, {self.cause}; all ranks end."
         return f"{line}\nThe main thread of rank {self.rank}:\n{stack.rstrip()}" if stack else line
 
     def dump(self) -> str:

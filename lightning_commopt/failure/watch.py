@@ -85,7 +85,6 @@ class Watch:
         control: Agreement between ranks.
         stall_s: Seconds that a rank may hold up training while it lives.
         limits: Other limits.
-        say: Prints a message.
         on_verdict: Is called when it is known that a rank failed, on any thread.
 
     """
@@ -94,15 +93,13 @@ class Watch:
         self,
         control: ControlGroup,
         stall_s: float,
-        limits: Limits = Limits(),
-        say: Callable[[str], None] | None = None,
-        on_verdict: Callable[[], None] = lambda: None,
+        limits: Limits,
+        on_verdict: Callable[[], None],
     ) -> None:
         self.rank, self.world, self.limits = control.rank, control.world, limits
         self.verdict: Verdict | None = None
         self.terminating = False
         self._on_verdict = on_verdict
-        self._say = say or _print
         self._stall = max(2, round(stall_s / limits.beat_s))
         self._main = threading.get_ident()
         self._board, self._peers, run = _meet(control)
@@ -130,14 +127,12 @@ class Watch:
 
     # ---- on the main thread ---------------------------------------------------------------------------------------
 
-    def enter(self, phase: Phase) -> Phase:
-        """Write down where this rank is, and return where it was."""
+    def enter(self, phase: Phase) -> None:
+        """Write down where this rank is."""
         row = self._row
-        before = row[Cell.PHASE]
         self._serial += 1
         row[Cell.PHASE] = phase
         row[Cell.SERIAL] = self._serial
-        return Phase(before)
 
     def begin_batch(self, step: int) -> None:
         """Write down that a batch begins."""
@@ -240,7 +235,7 @@ class Watch:
         if (found := awaited(self._progress(), self.rank, 0)) is not None:
             return self._verdict_on(found[0], f"{found[1]}, and the connection was lost", hangs=False)
         if self._beats is not None and self._beats.lost is not None and self.rank != 0:
-            return self._verdict_on(0, f"(host of the store) is gone ({self._beats.lost})")
+            return self._store_lost(self._beats)
         return self._verdict_on(self.rank, f"lost its connection to another rank: {raised(error)}")
 
     # ---- verdicts -------------------------------------------------------------------------------------------------
@@ -248,6 +243,10 @@ class Watch:
     def _verdict_on(self, rank: int, cause: str, hangs: bool = False) -> Verdict:
         row = self._row_of(rank) or list(self._row)
         return Verdict(rank, Phase(row[Cell.PHASE]), row[Cell.STEP], cause, hangs)
+
+    def _store_lost(self, beats: Beats) -> Verdict:
+        cause = f"or the agent that started it, hosts the store and does not answer ({beats.lost or 'no error'})"
+        return self._verdict_on(0, cause)
 
     def _post(self, verdict: Verdict) -> None:
         """Propose a verdict; the first one holds everywhere."""
@@ -307,7 +306,7 @@ class Watch:
         assert peer.process is not None
         if self._look_for_verdict() or self._board.rows[rank][Cell.BYE]:
             return
-        cause = f"(pid {peer.process.pid}) ended without a word (killed, out of memory, or os._exit)"
+        cause = f"ended without a word (pid {peer.process.pid} was killed, ran out of memory, or called os._exit)"
         self._post(self._verdict_on(rank, cause))
 
     def _beat(self) -> None:
@@ -350,7 +349,7 @@ class Watch:
         """See who is stopped, silent, or holds up the others."""
         for rank, peer in self._peers.items():
             if peer.process is not None and peer.stopped >= self.limits.stopped:
-                cause = f"(pid {peer.process.pid}) was stopped (SIGSTOP) and had to be killed"
+                cause = f"was stopped (SIGSTOP, pid {peer.process.pid}) and had to be killed"
                 self._post(self._verdict_on(rank, cause))
                 return
         if self._beats is not None and self._look_at_other_nodes(self._beats):
@@ -366,7 +365,7 @@ class Watch:
         self._store_still = self._store_still + 1 if beats.trips == self._trips_seen else 0
         self._trips_seen = beats.trips
         if self.rank != 0 and self._store_is_gone(beats):
-            self._post(self._verdict_on(0, f"(host of the store) does not answer ({beats.lost or 'no error'})"))
+            self._post(self._store_lost(beats))
         elif peer.process is None and lived and peer.silent - self._store_still >= self.limits.silent:
             seconds = peer.silent * self.limits.beat_s
             cause = f"sent no heartbeat for {seconds:.0f} s (it was stopped, or its node or network is down)"
@@ -388,14 +387,14 @@ class Watch:
         if (found := awaited(progress, self.rank, self._stall)) is not None:
             rank, cause = found
             seconds = self._stall * self.limits.beat_s
-            self._post(self._verdict_on(rank, f"{cause}: others waited for it for {seconds:.0f} s", hangs=True))
+            self._post(self._verdict_on(rank, f"{cause}, and others waited for it for {seconds:.0f} s", hangs=True))
         elif not self._warned and (found := awaited(progress, self.rank, self.limits.warn)) is not None:
             self._warned = True
             row = self._row_of(found[0])
             if row is not None and self._is_first():
                 where = Phase(row[Cell.PHASE]).words(row[Cell.STEP])
                 seconds = self.limits.warn * self.limits.beat_s
-                self._say(f"rank {found[0]} {found[1]}: it is {where}, and others wait for it since {seconds:.0f} s.")
+                _print(f"rank {found[0]}, {where}, {found[1]}; others have waited for it for {seconds:.0f} s.")
 
     def _progress(self) -> dict[int, Progress]:
         """What is known of every rank."""
@@ -428,13 +427,13 @@ class Watch:
             self._end_named(verdict)
         if not self._row[Cell.KNOWS] and self._settled(verdict):
             if self._is_first(verdict.rank):
-                self._say(self.message())
+                _print(self.message())
             self._row[Cell.KNOWS] = 1
         named = self._peers.get(verdict.rank)
         if named is not None and named.process is not None and named.alive and self._must_end(verdict, named):
             named.process.kill()
         if self._since >= self.limits.stuck and self._cannot_be_woken():
-            self._say(f"[rank {self.rank}] is ended; its main thread was here:\n{main_stack(self._main)}")
+            _print(f"[rank {self.rank}] is ended; its main thread was here:\n{main_stack(self._main)}")
             os._exit(_STUCK)
 
     def _settled(self, verdict: Verdict) -> bool:

@@ -43,6 +43,8 @@ class Plan:
         callback: ``"on_exception"`` or ``"save_on_exception"`` for an emergency checkpoint.
         workers: Of the data loader.
         nodes: Pretended nodes; ranks of different ones see each other by heartbeat.
+        steps: Of the run.
+        beat: Of the watch, in seconds; 0 for its own.
     """
 
     folder: Path
@@ -55,6 +57,8 @@ class Plan:
     callback: str = ""
     workers: int = 0
     nodes: int = 1
+    steps: int = 12
+    beat: float = 0.0
 
     @classmethod
     def of(cls, words: list[str]) -> "Plan":
@@ -87,7 +91,7 @@ class Faulty(pl.LightningModule):
         fault = self.plan.fault
         if fault in ("kill", "stop", "term"):
             number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[fault]
-            self.layers[0].weight.register_hook(lambda gradient: self.send(number))  # in the middle of backward
+            next(self.parameters()).register_hook(lambda gradient: self.send(number))  # in the middle of backward
             return loss
         if fault in ("nothing", "loop-data"):
             return loss
@@ -194,6 +198,13 @@ def main(plan: Plan) -> None:
     """Fit."""
     if plan.nodes > 1:
         pretend_nodes(plan)
+    strategy = CommOptStrategy(
+        plan.compression,
+        stall_timeout=plan.stall or None,
+        start_method="spawn" if plan.launch == "spawn" else "fork" if plan.launch == "fork" else "popen",
+    )
+    if plan.beat:
+        strategy._limits = watch.Limits(beat_s=plan.beat)
     callbacks: list[pl.Callback] = [
         Report(plan.folder),
         ModelCheckpoint(
@@ -206,20 +217,16 @@ def main(plan: Plan) -> None:
     if plan.callback == "on_exception":
         callbacks.append(OnExceptionCheckpoint(plan.folder / "emergency"))
     trainer = pl.Trainer(
-        strategy=CommOptStrategy(
-            plan.compression,
-            stall_timeout=plan.stall or None,
-            start_method="spawn" if plan.launch == "spawn" else "fork" if plan.launch == "fork" else "popen",
-        ),
+        strategy=strategy,
         accelerator="cpu",
         devices=plan.ranks,
-        max_steps=12,
+        max_steps=plan.steps,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=callbacks,
     )
-    data: Any = torch.randn(64 * plan.ranks, 64, generator=torch.Generator().manual_seed(1))
+    data: Any = torch.randn(256 * plan.ranks, 64, generator=torch.Generator().manual_seed(1))
     trainer.fit(Faulty(plan), DataLoader(data, batch_size=4, num_workers=plan.workers))
 
 

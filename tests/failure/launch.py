@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tests.failure import faulty
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +22,7 @@ LIMIT_S = 90.0
 """Until a launch is killed with all its processes."""
 
 _MARK = "COMMOPT_TEST_LAUNCH"
+_MESSAGE = re.compile(r"^commopt: (rank \d+, .*all ranks end\.(?:\nThe main thread of.*\n(?:  .*\n)*)?)", re.MULTILINE)
 
 
 @dataclass
@@ -45,6 +49,11 @@ class Outcome:
     def messages(self) -> set[str]:
         """Texts of all that say that another rank failed."""
         return {text for kind, text in self.ends.values() if kind == "RankFailure"}
+
+    @property
+    def said(self) -> list[str]:
+        """The messages about a failure that were printed, with the stack where there is one."""
+        return [match.strip() for match in _MESSAGE.findall(self.output)]
 
 
 class Launch:
@@ -140,3 +149,12 @@ class Launch:
                     continue
             time.sleep(0.05)
         self._process.wait()
+
+
+def last_checkpoint_loads(folder: Path) -> bool:
+    """Whether there is a checkpoint, and the newest one is whole."""
+    files = [path for path in folder.glob("*/*.ckpt") if path.parent.name in ("kept", "emergency")]
+    if not files:
+        return False
+    newest = max(files, key=lambda path: path.stat().st_mtime)
+    return bool(torch.load(newest, weights_only=True)["state_dict"])
