@@ -58,6 +58,5 @@ def raised(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     ours = os.path.dirname(os.path.dirname(__file__))
     users = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith((ours, "<"))]
-    if not (chosen := users or frames):
-        return f"raised {type(error).__name__}{text}"
-    return f"raised {type(error).__name__}{text} ({os.path.basename(chosen[-1].filename)}:{chosen[-1].lineno})"
+    place = f" ({os.path.basename(users[-1].filename)}:{users[-1].lineno})" if users else ""
+    return f"raised {type(error).__name__}{text}{place}"
