@@ -35,7 +35,8 @@ def check_output(output: Any, module: "pl.LightningModule") -> None:
 class Reached:
     """Sees whether a backward got to the parameters, where DDP's own reducer waits for them.
 
-    DDP without `find_unused_parameters` waits for all of them, so one tells enough.
+    DDP without `find_unused_parameters` waits for all of them, so one tells enough. With it there is no cheap way to
+    know, and a loss that depends on none is found by the limit on waiting.
 
     Args:
         ddp: The wrapped module.

@@ -368,7 +368,7 @@ class Watch:
             self._post(self._store_lost(beats))
         elif peer.process is None and lived and peer.silent - self._store_still >= self.limits.silent:
             seconds = peer.silent * self.limits.beat_s
-            cause = f"sent no heartbeat for {seconds:.0f} s (it was stopped, or its node or network is down)"
+            cause = f"was last heard of {seconds:.0f} s ago (it was stopped, or its node or network is down)"
             self._post(self._verdict_on(following, cause))
         return self.verdict is not None
 

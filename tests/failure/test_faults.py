@@ -171,7 +171,7 @@ def run_apart(fault: str, **options: Any) -> None:
     ("fault", "options", "message"),
     [
         ("raise", {}, "rank 1, in training_step of step 2, raised ValueError: planted: bad sample"),
-        ("kill", {}, "rank 1, in training_step of step 2, "),
+        ("kill", {}, "rank 1, in "),  # where it last was heard of
         ("sleep", {"stall_timeout": 1}, "rank 1, in training_step of step 2, does not go on, and others waited for it"),
     ],
 )
@@ -186,8 +186,8 @@ def test_over_nodes(pool: WorkerPool, fault: str, options: dict[str, Any], messa
 
 def test_a_stopped_rank_on_another_node_is_given_up(pool: WorkerPool) -> None:
     found, said = failures(pool, run_apart, 3, "stop", timeout=20.0)
-    assert "sent no heartbeat for 1 s" in said[0]
-    assert said[0].startswith("commopt: rank 1, in training_step of step 2, ")
+    assert said[0].startswith("commopt: rank 1, in ")
+    assert "was last heard of 1 s ago" in said[0]
     assert [found[rank][:2] for rank in (0, 2)] == [("WorkerDied", "exit code 18")] * 2  # nothing wakes them
 
 
@@ -409,7 +409,7 @@ def test_a_watched_strategy_can_be_copied(pool: WorkerPool) -> None:
 
 
 class Accumulated(Regression):
-    """Leaves its parameters out where DDP can bear it."""
+    """Leaves its parameters out where nothing is exchanged."""
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -417,10 +417,9 @@ class Accumulated(Regression):
         return torch.zeros((), requires_grad=True) * 2 if self.global_rank == 1 and batch_idx == 0 else loss
 
 
-def unused_under_none() -> tuple[int, int]:
-    accumulated = fit(strategy_of("none"), Accumulated(), batches(4), accumulate_grad_batches=2).steps
-    return accumulated, fit(strategy_of("none", find_unused_parameters=True), Accumulated(), batches(4)).steps
+def unused_while_accumulating() -> int:
+    return fit(strategy_of("none"), Accumulated(), batches(4), accumulate_grad_batches=2).steps
 
 
 def test_a_loss_without_parameters_is_right_where_ddp_does_not_wait(pool: WorkerPool) -> None:
-    assert pool.run(unused_under_none, 2) == [(2, 4)] * 2
+    assert pool.run(unused_while_accumulating, 2) == [2, 2]
