@@ -1,12 +1,13 @@
 """Time until all processes are gone when a rank fails, by fault and launcher.
 
-`python -m benchmarks.failures [WORD ...]` runs the launches whose name holds one of the words, all without; `--report`
-prints the table.
+`python -m benchmarks.failures [WORD ...]` runs the launches whose name holds one of the words, all without, and leaves
+out those that have a result; `--report` prints the table.
 """
 
 import argparse
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,19 @@ def judged(outcome: Outcome, rank: int) -> dict[str, Any]:
     }
 
 
-def run(words: list[str]) -> None:
-    """Run launches one after another, and write down each."""
+def results() -> dict[tuple[str, str], dict[str, Any]]:
+    """Read what was written down."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    return {(r["launcher"], r["fault"]): r for r in map(json.loads, lines)}
+
+
+def run(words: list[str], seconds: float) -> None:
+    """Run launches one after another, and write down each; begin none after some seconds."""
+    started = time.monotonic()
     for (column, row), (launcher, fault, options) in launches().items():
-        if words and not any(word in f"{column}: {row}" for word in words):
+        if time.monotonic() - started > seconds:
+            return
+        if (column, row) in results() or words and not any(word in f"{column}: {row}" for word in words):
             continue
         with tempfile.TemporaryDirectory() as folder:
             launch = Launch(Path(folder) / "run", launcher, fault, **options)
@@ -95,10 +105,10 @@ def run(words: list[str]) -> None:
 
 def report() -> None:
     """Print a Markdown table of the latest results."""
-    results = {(r["launcher"], r["fault"]): r for r in map(json.loads, RESULTS.read_text().splitlines())}
+    known = results()
     print("| fault | " + " | ".join(LAUNCHERS) + " |\n|---|" + "---|" * len(LAUNCHERS))
     for fault in dict.fromkeys(fault for _, fault in launches()):
-        found = [results.get((launcher, fault)) for launcher in LAUNCHERS]
+        found = [known.get((launcher, fault)) for launcher in LAUNCHERS]
         cells = ["" if r is None else f"{r['seconds']:.1f}{'' if r['ok'] else ' (!)'}" for r in found]
         print(f"| {fault} | " + " | ".join(cells) + " |")
 
@@ -107,8 +117,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     arguments = parser.parse_args()
     if arguments.report:
         report()
     else:
-        run(arguments.words)
+        run(arguments.words, arguments.seconds)

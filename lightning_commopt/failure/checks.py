@@ -44,10 +44,13 @@ class Reached:
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._name, parameter = next((name, p) for name, p in ddp.module.named_parameters() if p.requires_grad)
-        self._parameter = parameter
+        self._name, self._parameter = next(
+            (name, p)
+            for name, p in ddp.module.named_parameters()
+            if p.requires_grad and name not in ddp.parameters_to_ignore
+        )
         self._seen = False
-        self._handle = parameter.register_post_accumulate_grad_hook(self._see)
+        self._handle = self._parameter.register_post_accumulate_grad_hook(self._see)
 
     def _see(self, parameter: Tensor) -> None:
         self._seen = True

@@ -50,13 +50,14 @@ def awaited(ranks: Mapping[int, Progress], me: int, beats: int) -> tuple[int, st
     own = ranks[me]
     if own.still < beats:
         return None
+    waiting = own.activity == Activity.WAITING
     if finished := [rank for rank, p in ranks.items() if p.done]:
-        return finished[0], "ended its run while others were still training: ranks had different numbers of batches"
+        cause = "ended its run while others still waited for it: did ranks have different numbers of batches?"
+        return (finished[0], cause) if waiting else None
     others = {rank: p for rank, p in ranks.items() if rank != me}
     if any(not p.phase.trains or p.activity == Activity.COMPILING for p in others.values()):
         return None  # what they do may take its time
     busy = {rank: p for rank, p in others.items() if p.activity == Activity.RUNNING}
-    waiting = own.activity == Activity.WAITING
     behind = {rank: p for rank, p in busy.items() if p.still >= beats and (waiting or p.place < own.place)}
     if behind:
         return min(behind, key=lambda rank: ranks[rank].place), "does not go on"

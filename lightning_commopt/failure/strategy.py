@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -74,11 +75,12 @@ class FailTogether(DDPStrategy):
 
     def _watch_reducer(self) -> None:
         """See to it that a backward which DDP's own reducer waits for in vain is an error."""
-        assert isinstance(self.model, DistributedDataParallel)
-        assert self.lightning_module is not None
-        may_be_unused = self.model.find_unused_parameters or self.model.static_graph
-        if self.watch is not None and self.lightning_module.automatic_optimization and not may_be_unused:
-            self._reached = Reached(self.model)
+        ddp, module = self.model, self.lightning_module
+        assert isinstance(ddp, DistributedDataParallel)
+        assert module is not None
+        usual = module.automatic_optimization and not is_overridden("backward", module)
+        if self.watch is not None and usual and not ddp.find_unused_parameters and not ddp.static_graph:
+            self._reached = Reached(ddp)
 
     @override
     def teardown(self) -> None:

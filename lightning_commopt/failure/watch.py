@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -31,7 +31,8 @@ class Limits:
     Args:
         beat_s: Seconds a beat.
         stopped: Until a process that SIGSTOP holds is ended.
-        silent: Until a rank on another node that sends no heartbeat is given up.
+        silent: Until a rank on another node that sends no heartbeat is given up; six times as long where it does not
+            train, since much of set-up runs with the interpreter held.
         look: Until it is looked at what a main thread that does not move on does.
         warn: Until an awaited rank is named.
         grace: After a verdict, until the named rank is ended if it has not ended itself.
@@ -41,7 +42,7 @@ class Limits:
 
     beat_s: float = 0.5
     stopped: int = 10
-    silent: int = 50
+    silent: int = 40
     look: int = 4
     warn: int = 120
     grace: int = 6
@@ -232,7 +233,9 @@ class Watch:
 
     def _blame(self, error: BaseException) -> Verdict:
         """Return a verdict when a collective failed and no rank has said why."""
-        if (found := awaited(self._progress(), self.rank, 0)) is not None:
+        progress = self._progress()
+        progress[self.rank] = replace(progress[self.rank], activity=Activity.WAITING)  # it was, until now
+        if (found := awaited(progress, self.rank, 0)) is not None:
             return self._verdict_on(found[0], f"{found[1]}, and the connection was lost", hangs=False)
         if self._beats is not None and self._beats.lost is not None and self.rank != 0:
             return self._store_lost(self._beats)
@@ -366,11 +369,16 @@ class Watch:
         self._trips_seen = beats.trips
         if self.rank != 0 and self._store_is_gone(beats):
             self._post(self._store_lost(beats))
-        elif peer.process is None and lived and peer.silent - self._store_still >= self.limits.silent:
+        elif peer.process is None and lived and peer.silent - self._store_still >= self._silence(following):
             seconds = peer.silent * self.limits.beat_s
             cause = f"was last heard of {seconds:.0f} s ago (it was stopped, or its node or network is down)"
             self._post(self._verdict_on(following, cause))
         return self.verdict is not None
+
+    def _silence(self, rank: int) -> int:
+        """Beats without a heartbeat until a rank is given up."""
+        row = self._row_of(rank)
+        return self.limits.silent * (1 if row is not None and Phase(row[Cell.PHASE]).trains else 6)
 
     def _store_is_gone(self, beats: Beats) -> bool:
         """Whether the host of the store is needed, and is not there. It may be the first to end after a good run."""

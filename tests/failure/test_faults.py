@@ -153,6 +153,18 @@ def test_a_rank_that_cannot_speak_is_named_by_the_others(
     assert (fault == "sleep") == ("time.sleep(30)" in found[0][1])
 
 
+def run_uneven() -> None:
+    fit(strategy_of(stall_timeout=1), Regression(), batches(4 if dist.get_rank() == 1 else 6))
+
+
+def test_a_rank_that_ends_early_is_named(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerFailure) as caught:
+        pool.run(run_uneven, 3)
+    texts = {error.message for error in caught.value.errors.values()}
+    assert len(texts) == 1
+    assert "rank 1, between batches after step 3, ended its run while others still waited for it" in texts.pop()
+
+
 # ---- over nodes -----------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +254,7 @@ class SlowThere(Regression):
 def run_slowly(folder: Path) -> int:
     options: dict[str, Any] = {"max_epochs": 1, "use_distributed_sampler": False, "enable_checkpointing": True}
     callback = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
-    fitter = trainer(2, strategy_of(stall_timeout=1), callbacks=[callback], **options)
+    fitter = trainer(2, strategy_of(stall_timeout=1), callbacks=[callback], num_sanity_val_steps=0, **options)
     fitter.fit(SlowThere(), loader(batches(2)), loader(batches(1)))
     return fitter.global_step
 

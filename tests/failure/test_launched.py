@@ -16,7 +16,6 @@ BOUND_S = 30.0
 
 FAULTS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "popen-kill": ("popen", "kill", {"compression": "none"}, "in backward of step 5, ended without a word"),
-    "popen-kill-rank-0": ("popen", "kill", {"rank": 0}, "in backward of step 5, ended without a word"),
     "popen-stop-rank-0": ("popen", "stop", {"rank": 0}, "in backward of step 5, was stopped (SIGSTOP"),
     "popen-raise": (
         "popen",
@@ -24,11 +23,10 @@ FAULTS: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"callback": "on_exception"},
         "in training_step of step 5, raised ValueError: ",
     ),
-    "popen-loop": ("popen", "loop", {"stall": 2}, "in training_step of step 5, does not go on, and others waited for"),
     "spawn-kill": ("spawn", "kill", {}, "in backward of step 5, ended without a word"),
     "torchrun-stop": ("torchrun", "stop", {}, "in backward of step 5, was stopped (SIGSTOP"),
 }
-AT_ONCE = 2
+AT_ONCE = 3
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +65,6 @@ def test_all_end_with_one_message(outcomes: dict[str, Outcome], name: str) -> No
     assert outcome.said[0].startswith(f"rank {rank}, {words}")
     if fault == "raise":
         assert outcome.ends[rank] == ("ValueError", "planted: bad sample")
-    if fault == "loop":
-        assert "in endless_loop" in outcome.said[0]
     assert last_checkpoint_loads(outcome.folder)
     assert options.get("callback") != "on_exception" or list((outcome.folder / "emergency").glob("*.ckpt"))
 

@@ -49,6 +49,7 @@ def test_nobody_is_awaited_too_early_or_by_a_busy_rank() -> None:
     laggard = at(5, STEP, RUNNING)
     assert awaited({0: at(5, BACK, still=9), 1: laggard}, 0, 10) is None
     assert awaited({0: at(5, STEP, RUNNING), 1: laggard}, 0, 10) is None
+    assert awaited({0: at(5, BETWEEN, RUNNING), 1: at(5, BETWEEN, done=True)}, 0, 10) is None  # it ends by itself
     assert awaited({0: at(6, BETWEEN, RUNNING), 1: laggard}, 0, 10) is not None  # as where CUDA hides the wait
 
 
