@@ -64,6 +64,9 @@ class FailTogether(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        if self.watch is not None:
+            self.watch.stop()
+            self.watch = None
         if self.world_size > 1:
             self.watch = Watch(self._control, self._stall_s, self._limits, lambda: release_children(self))
 

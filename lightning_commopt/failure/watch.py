@@ -152,6 +152,8 @@ class Watch:
 
         It returns when the others know, or cannot be waited for.
         """
+        if self._stopping:  # a hook after teardown
+            return error
         self._failing = True
         if is_transport_error(error):
             self._known.wait(_ROOT_CAUSE_S)
@@ -233,10 +235,12 @@ class Watch:
 
     def _blame(self, error: BaseException) -> Verdict:
         """Return a verdict when a collective failed and no rank has said why."""
-        progress = self._progress()
+        failing = {rank for rank, row in enumerate(self._board.rows) if row[Cell.FAILING]} - {self.rank}
+        progress = {rank: p for rank, p in self._progress().items() if rank not in failing}  # those are victims too
         progress[self.rank] = replace(progress[self.rank], activity=Activity.WAITING)  # it was, until now
         if (found := awaited(progress, self.rank, 0)) is not None:
-            return self._verdict_on(found[0], f"{found[1]}, and the connection was lost", hangs=False)
+            hangs = not progress[found[0]].done
+            return self._verdict_on(found[0], f"{found[1]}, and the connection was lost", hangs)
         if self._beats is not None and self._beats.lost is not None and self.rank != 0:
             return self._store_lost(self._beats)
         return self._verdict_on(self.rank, f"lost its connection to another rank: {raised(error)}")
@@ -399,7 +403,7 @@ class Watch:
         elif not self._warned and (found := awaited(progress, self.rank, self.limits.warn)) is not None:
             self._warned = True
             row = self._row_of(found[0])
-            if row is not None and self._is_first():
+            if row is not None and self._is_first(found[0]):
                 where = Phase(row[Cell.PHASE]).words(row[Cell.STEP])
                 seconds = self.limits.warn * self.limits.beat_s
                 _print(f"rank {found[0]}, {where}, {found[1]}; others have waited for it for {seconds:.0f} s.")

@@ -369,6 +369,21 @@ def all_raise() -> list[str]:
     return [*texts, str(fit(strategy_of(), Regression(), batches(2)).steps)]
 
 
+def raise_after_teardown() -> str:
+    class Late(pl.Callback):
+        @override
+        def on_fit_end(self, *args: Any) -> None:
+            raise ValueError("late")
+
+    with pytest.raises(ValueError, match="late"):
+        fit(strategy_of(), Regression(), batches(2), callbacks=[Late()])
+    return "raised"
+
+
+def test_an_error_after_teardown_is_the_users_own(pool: WorkerPool) -> None:
+    assert pool.run(raise_after_teardown, 2) == ["raised"] * 2
+
+
 class AllRaise(Regression):
     """Raises everywhere."""
 
