@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,13 @@ def test_an_error_of_one_rank_is_known_to_all(pool: WorkerPool, fault: str, comp
         ("kill", {}, "rank 1, in training_step of step 2, ended without a word (pid "),
         ("stop", {}, "rank 1, in training_step of step 2, was stopped (SIGSTOP, pid "),
         ("sleep", {"stall_timeout": 1}, "rank 1, in training_step of step 2, does not go on, and others waited for it"),
+        (
+            "sleep",
+            {"stall_timeout": 60, "timeout": timedelta(seconds=2)},
+            "rank 1, in training_step of step 2, does not go on, and the connection was lost",
+        ),
     ],
+    ids=["kill", "stop", "sleep", "timeout"],
 )
 def test_a_rank_that_cannot_speak_is_named_by_the_others(
     pool: WorkerPool, fault: str, options: dict[str, Any], message: str
@@ -186,6 +193,7 @@ def run_apart(fault: str, **options: Any) -> None:
         ("kill", {}, "rank 1, in "),  # where it last was heard of
         ("sleep", {"stall_timeout": 1}, "rank 1, in training_step of step 2, does not go on, and others waited for it"),
     ],
+    ids=["raise", "kill", "sleep"],
 )
 def test_over_nodes(pool: WorkerPool, fault: str, options: dict[str, Any], message: str) -> None:
     found, said = failures(pool, run_apart, 3, fault, **options)

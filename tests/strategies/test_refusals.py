@@ -266,6 +266,7 @@ def differing(field: str) -> tuple[CommOptStrategy, Regression]:
         "bucket_cap_mb": (25, 1),
         "residuals": ("drop", "mean"),
         "true_mean": (False, True),
+        "stall_timeout": (None, 60),
         "none": ("none", "bf16"),
     }
     name = "compression" if field == "none" else field
@@ -292,6 +293,7 @@ FIELDS = {
     "bucket_cap_mb": ("`DDP arguments`", "'bucket_cap_mb', '1'", "'bucket_cap_mb', '25'"),
     "residuals": ("`residuals`", "mean", "drop"),
     "true_mean": ("`true_mean`", "True", "False"),
+    "stall_timeout": ("`stall_timeout`", "60", "None"),
     "shape": ("`parameter layers.3.bias`", "(60,)", "(61,)"),
     "name": ("`number of parameters`", "10", "8"),
     "frozen": ("`parameter layers.0.weight`", "frozen", "(67, 40)"),
