@@ -4,6 +4,8 @@ import re
 
 import torch.distributed as dist
 
+from lightning_commopt.failure.verdict import RankFailure
+
 __all__ = ["is_echo", "is_transport_error"]
 
 _TYPES = (RuntimeError, dist.DistError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
@@ -26,4 +28,4 @@ def is_transport_error(error: BaseException | None) -> bool:
 
 def is_echo(error: BaseException) -> bool:
     """Whether an error follows from a failure elsewhere, once one is known."""
-    return is_transport_error(error) or _UNFINISHED in str(error)
+    return isinstance(error, RankFailure) or is_transport_error(error) or _UNFINISHED in str(error)

@@ -16,7 +16,8 @@ _HANDLER, _BROADCAST = "_sigterm_notifier_fn", "_broadcast_sigterm_tensor"
 class SharedSigterm:
     """Replaces two parts of Lightning 2.6: its handler, which waits for all ranks inside the signal, and its question.
 
-    Lightning asks rank 0 before every batch whether to end. Here rank 0 says yes when any rank got the signal.
+    Lightning asks rank 0 before every batch whether to end. Here rank 0 says yes when any rank got the signal. In
+    validation, test and prediction the rank that got it ends at once, and the others because it did.
 
     Args:
         trainer: Of the run.
@@ -48,6 +49,8 @@ class SharedSigterm:
         if launcher is not None and not self._watch.got_sigterm:
             launcher.kill(signum)
         self._watch.terminate()
+        if not self._trainer.training:  # other loops ask this rank alone
+            self._trainer._signal_connector.received_sigterm = True
 
     def _ask(self, ask: Callable[[], None]) -> None:
         if self._watch.terminating and self._watch.rank == 0:

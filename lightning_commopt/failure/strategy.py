@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn import Module
@@ -50,9 +49,17 @@ class FailTogether(DDPStrategy):
         return limit.total_seconds() if isinstance(limit, timedelta) else limit
 
     @property
-    def _is_over(self) -> bool:
-        """Whether some rank has failed."""
-        return self.watch is not None and self.watch.over
+    def _is_leaving(self) -> bool:
+        """Whether this rank is on its way out with an error, and nobody is to be waited for.
+
+        Raises:
+            RankFailure: Another rank failed, and this one is to leave too.
+
+        """
+        if self.watch is None:
+            return False
+        self.watch.check()
+        return self.watch.failing
 
     # ---- from set-up to teardown ----------------------------------------------------------------------------------
 
@@ -73,7 +80,7 @@ class FailTogether(DDPStrategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
-        if self.watch is not None and trainer.state.fn == TrainerFn.FITTING:
+        if self.watch is not None:
             self._sigterm = SharedSigterm(trainer, self.watch)
 
     def _watch_reducer(self) -> None:
@@ -189,13 +196,13 @@ class FailTogether(DDPStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if not self._is_over:
+        if not self._is_leaving:
             super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._is_over else super().broadcast(obj, src)
+        return obj if self._is_leaving else super().broadcast(obj, src)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self._is_over else super().reduce(tensor, group, reduce_op)
+        return tensor if self._is_leaving else super().reduce(tensor, group, reduce_op)

@@ -136,16 +136,27 @@ class Watch:
         row[Cell.SERIAL] = self._serial
 
     def begin_batch(self, step: int) -> None:
-        """Write down that a batch begins."""
+        """Write down that a batch begins, unless a rank has failed."""
+        self.check()
         row = self._row
         row[Cell.STEP] = step
         row[Cell.BATCH] += 1
         self.enter(Phase.TRAINING_STEP)
 
     @property
-    def over(self) -> bool:
-        """Whether some rank has failed, so that no collective will succeed any more."""
-        return self._failing or self.verdict is not None
+    def failing(self) -> bool:
+        """Whether this rank is on its way out, so that no collective may be begun any more."""
+        return self._failing
+
+    def check(self) -> None:
+        """Raise what another rank's failure means for this one.
+
+        Raises:
+            RankFailure: A rank failed, and this one has not noticed yet.
+
+        """
+        if self.verdict is not None and not self._failing:
+            raise RankFailure(self.message())
 
     def failed(self, error: BaseException) -> BaseException:
         """Tell everybody of an error of this rank, and return what to raise: the error itself, unless it is an echo.
@@ -428,7 +439,7 @@ class Watch:
 
     def _wanted(self) -> Sequence[int]:
         """Rows of other nodes that are needed: the next rank's, and everybody's once this rank waits."""
-        everybody = self._still >= self.limits.look or self.over
+        everybody = self._still >= self.limits.look or self.verdict is not None
         ranks = range(self.world) if everybody else {0, (self.rank + 1) % self.world}
         return [rank for rank in ranks if rank != self.rank and self._peers[rank].process is None]
 

@@ -239,6 +239,57 @@ def test_sigterm_of_one_rank_ends_all_before_the_same_batch(pool: WorkerPool) ->
     assert sum("got SIGTERM; all ranks end." in output for output in pool.output.values()) == 1
 
 
+class TerminatedThere(Regression):
+    """Rank 1 gets SIGTERM while all validate."""
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        time.sleep(0.05)
+        if (self.global_rank, batch_idx) == (1, STEP):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().validation_step(batch, batch_idx)
+
+
+def run_terminated_validation() -> None:
+    fitter = trainer(3, strategy_of(), use_distributed_sampler=False)
+    fitter.validate(TerminatedThere(), loader(batches(20)), verbose=False)
+    fitter.strategy.barrier()
+
+
+def test_sigterm_in_validation(pool: WorkerPool) -> None:
+    found, said = failures(pool, run_terminated_validation, 3)
+    assert found[1][0] == "SIGTERMException"
+    assert "got SIGTERM; all ranks end." in said[0]
+    assert len(said) == 1
+
+
+# ---- ranks that do not wait -----------------------------------------------------------------------------------------
+
+
+class Apart(Regression):
+    """Exchanges nothing for long; rank 1 raises."""
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        time.sleep(0.05)
+        if (self.global_rank, batch_idx) == (1, STEP):
+            raise ValueError("planted")
+        return super().training_step(batch, batch_idx)
+
+
+def run_accumulating() -> int:
+    model = Apart()
+    try:
+        fit(strategy_of(), model, batches(60), accumulate_grad_batches=60)
+    except (RankFailure, ValueError):
+        return len(model.losses)
+    return -1
+
+
+def test_ranks_that_do_not_wait_end_with_the_next_batch(pool: WorkerPool) -> None:
+    assert all(0 <= seen < 30 for seen in pool.run(run_accumulating, 3))
+
+
 # ---- what is no failure ---------------------------------------------------------------------------------------------
 
 
