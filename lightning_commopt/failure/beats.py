@@ -22,7 +22,14 @@ _TIMEOUT = timedelta(seconds=20)
 
 def store_of_group() -> Store:
     """Return a connection of one's own to the store of the default process group."""
-    store: Store = dist.distributed_c10d._get_default_store().clone()
+    store: Store = dist.distributed_c10d._get_default_store()
+    if hasattr(store, "clone"):
+        store = store.clone()
+    else:  # torch before 2.7
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, dist.TCPStore):
+            store = dist.TCPStore(store.host, store.port, is_master=False)
     store.set_timeout(_TIMEOUT)
     return store
 
