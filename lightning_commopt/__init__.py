@@ -5,6 +5,7 @@ Importing the package makes its names known to ``lightning.pytorch.Trainer(strat
 
 from lightning_commopt.__about__ import __version__
 from lightning_commopt.compression import BF16, FP16, Compression, Int4, Int8, OneBit, PowerSGD, TopK, Uncompressed
+from lightning_commopt.failure import RankFailure
 from lightning_commopt.measure import CommStats
 from lightning_commopt.strategies import CommOptStrategy, register
 
@@ -20,6 +21,7 @@ __all__ = [
     "Int8",
     "OneBit",
     "PowerSGD",
+    "RankFailure",
     "TopK",
     "Uncompressed",
     "__version__",

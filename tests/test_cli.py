@@ -73,6 +73,7 @@ OPTIONS: dict[str, tuple[object, str, object]] = {
     "residuals": ("mean", "residuals", "mean"),
     "true_mean": ("true", "true_mean", True),
     "uneven": ("join", "uneven", "join"),
+    "stall_timeout": (90, "stall_timeout", 90),
     "nccl": ("{algo: ring, NCCL_IB_DISABLE: 1}", "nccl", {"NCCL_ALGO": "ring", "NCCL_IB_DISABLE": "1"}),
     "find_unused_parameters": ("true", "_ddp_kwargs", {"find_unused_parameters": True}),
     "bucket_cap_mb": (5, "_ddp_kwargs", {"bucket_cap_mb": 5}),

@@ -1,13 +1,13 @@
 """The data-parallel strategy."""
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Module
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commopt.compression import Compression, Uncompressed, method_named
+from lightning_commopt.failure import FailTogether
 from lightning_commopt.measure import CommStats, ReducerLog
 from lightning_commopt.routes import ControlGroup, GradientPath, Hierarchy, PinnedDDP
 from lightning_commopt.strategies.applied_steps import AppliedSteps
@@ -43,7 +44,7 @@ from lightning_commopt.uneven import Uneven, UnevenBatches
 __all__ = ["CommOptStrategy"]
 
 
-class CommOptStrategy(DDPStrategy):
+class CommOptStrategy(FailTogether):
     """Distributed data parallel with compressed gradient exchange.
 
     Takes every argument of :class:`~lightning.pytorch.strategies.DDPStrategy`, and options for what goes on the wire.
@@ -72,6 +73,9 @@ class CommOptStrategy(DDPStrategy):
             its last batch with weight 0, so that gradients are means over all other batches (batch norms and metrics of
             training see the repeats). Where loaders have no length, ranks tell each other before each batch whether
             another one follows: one small all-reduce.
+        stall_timeout: Seconds (or a `timedelta`) that a rank which lives but does not go on may hold up training; then
+            all ranks end, and the message has its stack. Set-up, compilation, validation and checkpoints do not count.
+            None: the `timeout` of the process groups. A rank that is dead or stopped is found in seconds anyway.
         nccl: Environment variables of NCCL by name, such as ``{"algo": "Ring", "debug": "INFO"}`` for ``NCCL_ALGO`` and
             ``NCCL_DEBUG``. They are checked, set in every process before its process group is made, win over the
             environment, and stay set. CUDA only.
@@ -93,6 +97,7 @@ class CommOptStrategy(DDPStrategy):
         residuals: ResidualPolicy | None = None,
         true_mean: bool = False,
         uneven: Uneven = "error",
+        stall_timeout: float | timedelta | None = None,
         nccl: NcclOptions | None = None,
         **kwargs: Any,
     ) -> None:
@@ -105,6 +110,7 @@ class CommOptStrategy(DDPStrategy):
         self.hierarchy: Hierarchy = hierarchy
         self.nonfinite: Nonfinite = nonfinite or ("error" if self.compression.error_feedback else "propagate")
         self.true_mean = true_mean
+        self.stall_timeout = stall_timeout
         check_options(self, start_step, nonfinite)
         self._short_window = ShortWindow(true_mean)
         self._uneven = UnevenBatches(uneven)
@@ -166,6 +172,7 @@ class CommOptStrategy(DDPStrategy):
                 self._log.follow(self.model)
             elif self.world_size > 1:
                 self._log = ReducerLog(self.model)
+            self._watch_reducer()
             return
         assert self.lightning_module is not None
         parameters = {

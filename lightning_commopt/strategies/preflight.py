@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Collection
+from datetime import timedelta
 from typing import TYPE_CHECKING, get_args
 
 import lightning
@@ -59,6 +60,7 @@ def check_options(strategy: "CommOptStrategy", start_step: int | None, nonfinite
         raise TypeError(f"`start_step={start_step!r}`: `start_step` must be an int, or None for the method's default.")
     if not isinstance(strategy.true_mean, bool):
         raise TypeError(f"`true_mean={strategy.true_mean!r}`: `true_mean` must be a bool.")
+    _check_stall_timeout(strategy.stall_timeout)
     cap = strategy._ddp_kwargs.get("bucket_cap_mb")
     if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or cap <= 0):
         raise ValueError(f"`bucket_cap_mb={cap!r}`: `bucket_cap_mb` must be a number above 0, in MB.")
@@ -80,6 +82,17 @@ def check_options(strategy: "CommOptStrategy", start_step: int | None, nonfinite
     _check_hierarchy(strategy, name)
     if not plain:
         _refuse_ddp_options(strategy, name)
+
+
+def _check_stall_timeout(limit: object) -> None:
+    """Refuse a limit that is none."""
+    if limit is None:
+        return
+    if isinstance(limit, bool) or not isinstance(limit, int | float | timedelta):
+        raise TypeError(f"`stall_timeout={limit!r}` must be a number of seconds, a `timedelta`, or None for `timeout`.")
+    seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
+    if not 1 <= seconds < float("inf"):
+        raise ValueError(f"`stall_timeout={limit!r}` must be at least one second, or None for `timeout`.")
 
 
 def _check_hierarchy(strategy: "CommOptStrategy", name: str) -> None:
@@ -200,6 +213,7 @@ def fingerprint(strategy: "CommOptStrategy", model: nn.Module) -> dict[str, str]
         "residuals": str(strategy._checkpoint.policy),
         "true_mean": str(strategy._short_window.true_mean),
         "uneven": strategy._uneven.policy,
+        "stall_timeout": str(strategy.stall_timeout),
         "DDP arguments": repr(sorted((k, str(v)) for k, v in strategy._ddp_kwargs.items())),
         "NCCL variables": repr(sorted(same_on_all_ranks(strategy.nccl).items())),
         "precision": str(strategy.precision_plugin.precision),

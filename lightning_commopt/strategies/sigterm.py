@@ -65,6 +65,8 @@ class Sigterm:
         if not self._asked and launcher is not None:
             launcher.kill(signum)  # processes that it started are asked, too
         self._asked = True
+        if self._strategy.watch is not None:
+            self._strategy.watch.terminate()
         if not self._together:
             self._trainer._signal_connector.received_sigterm = True
         elif self._strategy._path is not None:

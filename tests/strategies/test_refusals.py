@@ -267,6 +267,7 @@ def differing(field: str) -> tuple[CommOptStrategy, Regression]:
         "residuals": ("drop", "mean"),
         "true_mean": (False, True),
         "uneven": ("error", "trim"),
+        "stall_timeout": (None, 60),
         "none": ("none", "bf16"),
     }
     name = "compression" if field == "none" else field
@@ -294,6 +295,7 @@ FIELDS = {
     "residuals": ("`residuals`", "mean", "drop"),
     "true_mean": ("`true_mean`", "True", "False"),
     "uneven": ("`uneven`", "trim", "error"),
+    "stall_timeout": ("`stall_timeout`", "60", "None"),
     "shape": ("`parameter layers.3.bias`", "(60,)", "(61,)"),
     "name": ("`number of parameters`", "10", "8"),
     "frozen": ("`parameter layers.0.weight`", "frozen", "(67, 40)"),
