@@ -12,7 +12,6 @@ on both ends of every link. All is taken down in the end, also after Ctrl-C, SIG
 """
 
 import argparse
-import itertools
 import sys
 from pathlib import Path
 
@@ -44,12 +43,8 @@ def measure(task: Task, lightning: bool, limit_s: float) -> Run:
 
 
 def save(run: Run, folder: Path) -> None:
-    """Write a run and its plot under the next free number; results are never overwritten."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"links-{run.ranks}x{run.rate}{'-lightning' if run.lightning else ''}"
-    paths = (folder / f"{stem}-{number}.json" for number in itertools.count(1))
-    path = next(path for path in paths if not path.exists())
-    run.write(path)
+    """Write a run and its plot."""
+    path = run.write_new(folder, f"links-{run.ranks}x{run.rate}{'-lightning' if run.lightning else ''}")
     plot([run], path.with_suffix(".png"))
     print(f"Written: {path}")
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from benchmarks.links.modes import CAP_MB
-from benchmarks.links.rank import Task, begin, digest, machine, sent_bytes
+from benchmarks.links.rank import Task, begin, digest, leave, machine, sent_bytes
 from benchmarks.links.record import Run, Series
 from benchmarks.links.workload import LEARNING_RATE, batch, initial_model, loss_of
 from lightning_commopt import CommOptStrategy
@@ -130,7 +130,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         run = Run(task.ranks, task.rate, task.warm_up, True, numel, machine=machine(), series={mode: series})
         run.write(task.out_path)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

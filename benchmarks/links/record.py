@@ -1,5 +1,6 @@
 """What a run leaves: raw numbers of every step, as JSON."""
 
+import itertools
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -78,6 +79,14 @@ class Run:
     def write(self, path: Path) -> None:
         """Write it as JSON, numbers with four digits after the point."""
         path.write_text(json.dumps(_rounded(asdict(self)), indent=None, separators=(", ", ": ")) + "\n")
+
+    def write_new(self, folder: Path, stem: str) -> Path:
+        """Write it under the next free number, so that no result is overwritten, and return where."""
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = (folder / f"{stem}-{number}.json" for number in itertools.count(1))
+        path = next(path for path in paths if not path.exists())
+        self.write(path)
+        return path
 
     @classmethod
     def read(cls, path: Path) -> "Run":

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.links.modes import MODES, Compressed, Mode
-from benchmarks.links.rank import Task, begin, digest, machine, sent_bytes
+from benchmarks.links.rank import Task, begin, digest, leave, machine, sent_bytes
 from benchmarks.links.record import Run, Series
 from benchmarks.links.workload import batch
 
@@ -165,7 +165,7 @@ def main() -> None:
         run.write(task.out_path)
     for mode in modes.values():
         mode.close()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
