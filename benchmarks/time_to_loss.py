@@ -2,7 +2,7 @@
 
     python -m benchmarks.time_to_loss                            # two ranks at 100mbit
     python -m benchmarks.time_to_loss --modes ddp int8 onebit
-    python -m benchmarks.time_to_loss --report                   # tables and curves of all results
+    python -m benchmarks.time_to_loss --report                   # tables of all results
 
 Model, data, network and modes are those of ``benchmarks.links``, whose needs it shares. Modes train one after the other
 from the same weights on the same batches, until the mean loss of five steps is at most 0.18 nats a word. The time is

@@ -1,5 +1,6 @@
 """One rank of a run under Lightning: one strategy, Lightning's own loop."""
 
+import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -120,6 +121,7 @@ def main() -> None:
     """Measure one mode, and write the run on rank 0."""
     task = begin()
     warnings.filterwarnings("ignore")  # of Lightning, on data loaders
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     (mode,) = task.modes
     series, hashed, numel = fit(task, mode)
     everyone: list[tuple[Series, str] | None] = [None] * task.ranks

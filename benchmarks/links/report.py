@@ -120,7 +120,8 @@ def _words(run: Run) -> Iterator[str]:
     """Describe the machine."""
     for key, value in run.machine.items():
         yield value if key in ("processor", "kernel", "date") else f"{key} {value}"
-    yield f"latency {run.latency_ms:.2f} ms"
+    if run.latency_ms:
+        yield f"latency {run.latency_ms:.2f} ms"
 
 
 def _line(row: Row) -> str:
@@ -161,7 +162,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
         for place, row in enumerate(reversed(shown)):
             assert row.speed_up is not None
             low, middle, high = row.speed_up
-            ours = not row.mode.startswith(("ddp", "torch", FLOOR))
+            ours = row.mode not in (BASE, FLOOR) and not row.mode.startswith(("ddp_", "torch_"))
             axes.barh(place, middle, color="tab:blue" if ours else "lightgray")
             axes.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color="black", capsize=2)
             axes.annotate(f" {middle:.2f}", (high, place), va="center", fontsize=8)
