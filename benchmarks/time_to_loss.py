@@ -13,6 +13,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
@@ -49,7 +50,10 @@ def rows(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def plot(run: Run, path: Path) -> None:
-    """Draw the loss over the time that was spent."""
+    """Draw the loss over the time that was spent, where matplotlib is installed."""
+    if find_spec("matplotlib") is None:
+        print("No plot: `pip install lightning-commopt[report]` brings matplotlib.")
+        return
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")

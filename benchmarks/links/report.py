@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median, quantiles
 
@@ -148,7 +149,10 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
-    """Draw the speed-up of each mode, a panel a run."""
+    """Draw the speed-up of each mode, a panel a run, where matplotlib is installed."""
+    if find_spec("matplotlib") is None:
+        print("No plot: `pip install lightning-commopt[report]` brings matplotlib.")
+        return
     from matplotlib import pyplot
 
     panels = [(run, shown) for run in runs if (shown := [row for row in rows(run) if row.speed_up is not None])]
