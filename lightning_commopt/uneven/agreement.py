@@ -112,6 +112,10 @@ class UnevenBatches:
         with self._joined.silenced(module):
             yield loss
 
+    def __reduce__(self) -> tuple[type["UnevenBatches"], tuple[Uneven]]:
+        """A copy, in another process or not, begins unattached."""
+        return type(self), (self.policy,)
+
     # ---- agreement ------------------------------------------------------------------------------------------------
 
     def _load(self, trainer: "pl.Trainer", control: ControlGroup, setup_data: Callable[[], None]) -> None:

@@ -1,5 +1,6 @@
 """Nothing of it stays in a Trainer, a checkpoint, or a run that does not need it."""
 
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,32 @@ def fit_twice(folder: Path) -> tuple[list[int], list[str], list[str], list[str]]
 def test_two_fits_of_one_trainer(pool: WorkerPool, tmp_path: Path) -> None:
     for rank in pool.run(fit_twice, 2, tmp_path):
         assert rank == ([3, 2], [], [], [])
+
+
+class Copies(pl.Callback):
+    """Copies the strategy's part during a fit."""
+
+    def __init__(self) -> None:
+        self.copied: list[str] = []
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, CommOptStrategy)
+        copied = pickle.loads(pickle.dumps(strategy._uneven))
+        self.copied.append(f"{copied.policy} {copied._control}")
+
+
+def copies_during_a_fit() -> list[str]:
+    """What a copy made during a fit is."""
+    copies = Copies()
+    fitter = trainer(dist.get_world_size(), CommOptStrategy("none", uneven="join"), max_epochs=1, callbacks=[copies])
+    fitter.fit(Regression(), loader(batches(2)))
+    return copies.copied
+
+
+def test_a_copy_begins_unattached(pool: WorkerPool) -> None:
+    assert pool.run(copies_during_a_fit, 2) == [["join None"]] * 2
 
 
 def fit_alone() -> tuple[int, bool]:
