@@ -43,9 +43,7 @@ class _Guarded:
             outcome = watch.failed(error)
             if self.leaves:
                 watch.stop()
-                if not isinstance(
-                    outcome, Exception
-                ):  # torch would take it for a good end, and Lightning wait for more
+                if not isinstance(outcome, Exception):  # torch would take it for a good end
                     raise RankFailure(watch.message()) from error
             if outcome is error:
                 raise
