@@ -168,8 +168,8 @@ def run_uneven() -> None:
 def test_a_rank_that_ends_early_is_named(pool: WorkerPool) -> None:
     found, said = failures(pool, run_uneven, 3)
     assert said == [
-        "commopt: rank 1, between batches after step 3, ended its run early (had it fewer batches?), and others waited for "
-        "it for 1 s; all ranks end."
+        "commopt: rank 1, between batches after step 3, ended its run early (had it fewer batches?), and others waited "
+        "for it for 1 s; all ranks end."
     ]
     assert found == dict.fromkeys((0, 2), ("WorkerDied", "exit code 18"))  # nothing wakes them while rank 1 lives on
 
