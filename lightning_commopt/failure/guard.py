@@ -8,6 +8,8 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
+from lightning_commopt.failure.verdict import RankFailure
+
 if TYPE_CHECKING:
     from lightning_commopt.failure.strategy import FailTogether
 
@@ -38,12 +40,14 @@ class _Guarded:
             watch = self.strategy.watch
             if watch is None:
                 raise
-            verdict = watch.failed(error)
+            outcome = watch.failed(error)
             if self.leaves:
                 watch.stop()
-            if verdict is error:
+                if not isinstance(outcome, Exception):  # torch would take it for a good end
+                    raise RankFailure(watch.message()) from error
+            if outcome is error:
                 raise
-            raise verdict from None
+            raise outcome from None
 
 
 class _ScriptLauncher(_SubprocessScriptLauncher):

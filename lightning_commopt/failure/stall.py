@@ -52,7 +52,7 @@ def awaited(ranks: Mapping[int, Progress], me: int, beats: int) -> tuple[int, st
         return None
     waiting = own.activity == Activity.WAITING
     if finished := [rank for rank, p in ranks.items() if p.done]:
-        cause = "ended its run while others still waited for it: did ranks have different numbers of batches?"
+        cause = "ended its run early (had it fewer batches?)"
         return (finished[0], cause) if waiting else None
     others = {rank: p for rank, p in ranks.items() if rank != me}
     if any(not p.phase.trains or p.activity == Activity.COMPILING for p in others.values()):
