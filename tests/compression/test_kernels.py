@@ -1,8 +1,9 @@
 """Compiled kernels compute what the methods' own torch code computes, bit for bit; and which of them runs."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,7 @@ NUMBERS = {
 }
 BLOCKS = st.sampled_from([8, 16, 64, 256, 2048])
 SHAPES = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 90)), min_size=1, max_size=3)
+LEVELLED = st.lists(st.tuples(st.integers(16, 70), st.integers(16, 90)), min_size=1, max_size=3)
 QUANTISED = st.one_of(
     st.builds(Int8, block=BLOCKS), st.builds(Int4, block=BLOCKS), st.builds(OneBit, block=BLOCKS, columns=st.booleans())
 )
@@ -98,9 +100,21 @@ def test_blocks_have_the_same_bits(
     method: Compression, shapes: list[tuple[int, int]], owners: int, data: st.DataObject
 ) -> None:
     """For every owner's chunk, which may begin and end within a matrix."""
+    drawn = data.draw(st.fixed_dictionaries(NUMBERS))
+    assert_same_for_every_owner(method, shapes, owners, drawn)
+
+
+@given(st.builds(OneBit, block=BLOCKS), LEVELLED, st.integers(1, 3), st.integers(0, 2**31))
+def test_columns_have_the_same_bits(method: Compression, shapes: list[tuple[int, int]], owners: int, seed: int) -> None:
+    """Uneven columns of matrices that are large enough to be levelled."""
+    assert_same_for_every_owner(method, shapes, owners, {"seed": seed, "exponent": 0, "spread": 8.0, "zeros": 0.0})
+
+
+def assert_same_for_every_owner(
+    method: Compression, shapes: list[tuple[int, int]], owners: int, drawn: Mapping[str, Any]
+) -> None:
     parameters = [Parameter(f"p{i}", shape, exact=False) for i, shape in enumerate(shapes)]
     layout = BucketLayout(parameters, method.alignment, owners)
-    drawn = data.draw(st.fixed_dictionaries(NUMBERS))
     values = numbers(layout.packed_numel, **drawn)
     for owner in range(owners):
         start = owner * layout.chunk

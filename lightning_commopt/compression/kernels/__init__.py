@@ -3,7 +3,7 @@
 A method's own file holds its arithmetic in plain torch, which is always there and runs on every device. Where numba is
 installed (``pip install 'lightning-commopt[cpu]'``), chunks on the CPU are encoded and decoded by a kernel instead. For
 comparison, ``COMMOPT_KERNELS=torch`` in the environment (for all processes) or :func:`use` (for this one) leaves
-kernels out; ``numba`` insists on them.
+kernels out; with ``numba`` it is an error that numba is not installed.
 """
 
 import importlib
@@ -56,7 +56,7 @@ def in_use() -> Literal["torch", "numba"]:
     return _chosen
 
 
-def prepare(method: Compression, device: torch.device) -> str:
+def prepare(method: Compression, device: torch.device) -> Literal["torch", "numba"]:
     """Compile a method's kernel, or load it, so that the first step does not wait for it.
 
     Returns:
@@ -64,11 +64,12 @@ def prepare(method: Compression, device: torch.device) -> str:
 
     Raises:
         ValueError: See :func:`in_use`.
-        ModuleNotFoundError: See :func:`in_use`.
+        ModuleNotFoundError: See :func:`in_use`, where the method has a kernel for that device.
 
     """
-    chosen = in_use()
-    return chosen if device.type == "cpu" and _kernel_of(method) is not None else "torch"
+    if _chosen is None:
+        _check(os.environ.get(_VARIABLE, "auto"), _VARIABLE)
+    return "numba" if device.type == "cpu" and _kernel_of(method) is not None else "torch"
 
 
 def kernel_for(method: Compression, *tensors: Tensor) -> Kernel | None:
@@ -92,10 +93,16 @@ def _kernel_of(method: Compression) -> Kernel | None:
     return kernel
 
 
-def _settled(kernels: str, source: str) -> Literal["torch", "numba"]:
+def _check(kernels: str, source: str) -> None:
+    """Refuse a word that names nothing."""
     if kernels not in get_args(Kernels):
         words = ", ".join(map(repr, get_args(Kernels)))
         raise ValueError(f"`{source}={kernels!r}` must be one of {words}.")
+
+
+def _settled(kernels: str, source: str) -> Literal["torch", "numba"]:
+    """Decide between torch and numba."""
+    _check(kernels, source)
     if kernels == "torch":
         return "torch"
     try:
