@@ -1,20 +1,24 @@
-"""How long codecs take: plain torch, `torch.compile` of it, and compiled CPU kernels, beside a plain copy.
+"""How long codecs take: plain torch, `torch.compile`, and compiled CPU kernels, beside a plain copy.
 
     python -m benchmarks.kernels                       # all methods, 4.2 M elements, one thread, on the device there is
     python -m benchmarks.kernels --methods int8        # some of them
-    python -m benchmarks.kernels --no-compile          # without torch.compile, which takes up to a minute a method
+    python -m benchmarks.kernels --no-compile          # without torch.compile, which takes half a minute a method
 
 Times are the least of many runs, in ms. GB/s counts the fp32 elements once. Encoding works in place on input plus
 residual and leaves the new residual; making that sum is the row `input + residual`.
+
+`torch.compile` gets the methods' equations as functions of whole tensors: of the methods' own code, whose operations
+write to prepared memory, it makes something a hundred times slower.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from lightning_commopt.compression import (
     BF16,
@@ -29,7 +33,6 @@ from lightning_commopt.compression import (
     PowerSGD,
     Scratch,
     TopK,
-    block_quantization,
     kernels,
 )
 
@@ -111,47 +114,84 @@ def timed(operation: Callable[[], object], restore: Callable[[], object], device
     return Timing(1e3 * min(once() for _ in range(runs)), first)
 
 
-@contextmanager
-def one_tile() -> Iterator[None]:
-    """Let a compiler see a chunk whole: it fuses operations, so there are no temporaries to keep in cache."""
-    tile, block_quantization._TILE = block_quantization._TILE, 1 << 40
-    yield
-    block_quantization._TILE = tile
+def quantise(largest: float, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales, codes and residual of int8 and int4, as an expression."""
+    scales = (blocks.abs().amax(1, keepdim=True) * (1 / largest)).bfloat16()
+    step = scales.float()
+    code = (blocks * torch.where(step > 1e-30, 1 / step, 0.0)).round()
+    residual = blocks - code * step
+    if largest == 127.0:
+        return scales, code.to(torch.int8), residual
+    low, high = (code + 8).to(torch.uint8).chunk(2, dim=1)
+    return scales, low | (high << 4), residual
 
 
-def compiled(operation: Callable[[], object], chunk: Chunk, runs: int) -> Timing | None:
-    """Time `torch.compile` of an operation; None where it cannot."""
+def take_signs(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales, codes and residual of onebit, as an expression."""
+    scales = blocks.abs().mean(1, keepdim=True).bfloat16()
+    positive = blocks >= 0
+    weights = 1 << torch.arange(8, dtype=torch.uint8)
+    codes = (positive.view(len(blocks), -1, 8).to(torch.uint8) * weights).sum(2, dtype=torch.uint8)
+    step = scales.float()
+    return scales, codes, blocks - torch.where(positive, step, -step)
+
+
+def add_int8(out: Tensor, scales: Tensor, codes: Tensor) -> Tensor:
+    """Decoded int8, added."""
+    return out + codes.float() * scales.float()
+
+
+def add_int4(out: Tensor, scales: Tensor, codes: Tensor) -> Tensor:
+    """Decoded int4, added."""
+    return out + (torch.cat([codes & 15, codes >> 4], 1).float() - 8) * scales.float()
+
+
+def add_signs(out: Tensor, scales: Tensor, codes: Tensor) -> Tensor:
+    """Decoded onebit, added."""
+    bits = (codes[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return out + (bits.view(len(out), -1).float() * 2 - 1) * scales.float()
+
+
+EXPRESSIONS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[..., Tensor]]] = {
+    "int8": (partial(quantise, 127.0), add_int8),
+    "int4": (partial(quantise, 7.0), add_int4),
+    "onebit, no columns": (take_signs, add_signs),
+}
+
+
+def compiled(name: str, chunk: Chunk, runs: int) -> list[Timing]:
+    """Time `torch.compile` of a method's equations, if they are here: encoding, and decoding with adding."""
+    if name not in EXPRESSIONS:
+        return []
+    chunk.restore()
+    blocks = chunk.values.view(-1, 256)
+    scales, codes, _ = EXPRESSIONS[name][0](blocks)
+    out = chunk.out.view(-1, 256)
     torch._dynamo.reset()
-    try:
-        with one_tile():
-            return timed(torch.compile(operation), chunk.restore, chunk.device, runs)
-    except Exception as error:  # whatever a compiler may raise
-        print(f"torch.compile: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
-        return None
+    encode, add = (torch.compile(expression) for expression in EXPRESSIONS[name])
+    return [
+        timed(lambda: encode(blocks), lambda: None, chunk.device, runs),
+        timed(lambda: out.copy_(add(out, scales, codes)), lambda: None, chunk.device, runs),
+    ]
 
 
-def measure(method: Compression, device: torch.device, runs: int, compile: bool) -> Iterator[tuple[str, list[str]]]:
+def measure(name: str, device: torch.device, runs: int, compile: bool) -> Iterator[tuple[str, list[str]]]:
     """Yield the operation and the cells of each row of one method."""
+    method = METHODS[name]
     chunk = Chunk(method, device)
-    for name, operation in (("encode", chunk.encode), ("decode + add", chunk.decode_add)):
+    fused = compiled(name, chunk, runs) if compile else []
+    for i, (title, operation) in enumerate((("encode", chunk.encode), ("decode + add", chunk.decode_add))):
         kernels.use("torch")
         chunk.restore()
         chunk.encode()
         plain = timed(operation, chunk.restore, device, runs if method.name != "topk" else max(3, runs // 10))
-        fused = compiled(operation, chunk, runs) if compile else None
+        times = [plain, *fused[i : i + 1]]
         kernels.use("auto")
-        has_kernel = kernels.prepare(method, device) == "numba"
-        kernel = timed(operation, chunk.restore, device, runs) if has_kernel else None
-        best = min(t.ms for t in (plain, fused, kernel) if t is not None)
-        yield (
-            name,
-            [
-                f"{plain.ms:.2f}",
-                "-" if fused is None else f"{fused.ms:.2f} ({fused.first:.0f} s)",
-                "-" if kernel is None else f"{kernel.ms:.2f}",
-                f"{4e-6 * ROWS * COLUMNS / best:.1f}",
-            ],
-        )
+        cells = [f"{plain.ms:.2f}", f"{fused[i].ms:.2f} ({fused[i].first:.0f} s)" if fused else "-", "-"]
+        if kernels.prepare(method, device) == "numba":
+            times.append(timed(operation, chunk.restore, device, runs))
+            cells[2] = f"{times[-1].ms:.2f}"
+        yield title, [*cells, f"{4e-6 * ROWS * COLUMNS / min(t.ms for t in times):.1f}"]
 
 
 def passes(device: torch.device, runs: int) -> Iterator[tuple[str, float]]:
@@ -178,7 +218,7 @@ def main() -> None:
         for name, ms in passes(device, arguments.runs):
             print(f"| - | {name} | {ms:.2f} | | | {4e-6 * ROWS * COLUMNS / ms:.1f} |")
         for name in arguments.methods:
-            for operation, cells in measure(METHODS[name], device, arguments.runs, not arguments.no_compile):
+            for operation, cells in measure(name, device, arguments.runs, not arguments.no_compile):
                 print(f"| {name} | {operation} | {' | '.join(cells)} |", flush=True)
 
 
