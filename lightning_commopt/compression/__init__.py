@@ -1,5 +1,6 @@
 """What goes on the wire: one compression method a file, each an options dataclass that is its own codec."""
 
+from lightning_commopt.compression import kernels
 from lightning_commopt.compression.base import Compression, Context, Scratch
 from lightning_commopt.compression.bf16 import BF16
 from lightning_commopt.compression.error_feedback import ErrorFeedback
@@ -29,6 +30,7 @@ __all__ = [
     "Segment",
     "TopK",
     "Uncompressed",
+    "kernels",
     "method_named",
 ]
 

@@ -9,10 +9,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_commopt.compression.base import Compression, Context
+from lightning_commopt.compression.kernels import kernel_for
 
 __all__ = ["BlockQuantization"]
 
-_TILE = 1 << 16  # elements worked on at a time: their temporaries stay in the processor's cache
+_TILE = 1 << 18  # elements worked on at a time: their temporaries stay in cache, and few operations are started
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class BlockQuantization(Compression):
     """Splits a chunk into blocks of ``block`` elements, each with a bfloat16 scale.
 
     The payload is all scales, then all codes. The residual is computed from the *stored* (rounded) scale, so that
-    ``input = decoded + residual``. A subclass writes the arithmetic of some blocks.
+    ``input = decoded + residual``. A subclass writes the arithmetic of some blocks; on the CPU a compiled kernel may
+    do the same for all of them (:mod:`~lightning_commopt.compression.kernels`).
 
     Args:
         block: Elements that share a scale.
@@ -69,6 +71,9 @@ class BlockQuantization(Compression):
     def encode(self, values: Tensor, payload: Tensor, context: Context) -> None:
         blocks = values.view(-1, self.block)
         scales, codes = self._split(payload, len(blocks))
+        if kernel := kernel_for(self, blocks, codes):
+            kernel.encode(blocks, scales, codes)
+            return
         for tile, start in self._tiles(len(blocks), context.start):
             here = Context(context.layout, start, context.round, context.rank, context.hop, context.scratch)
             self.encode_blocks(blocks[tile], scales[tile], codes[tile], here)
@@ -77,6 +82,9 @@ class BlockQuantization(Compression):
     def decode(self, payload: Tensor, out: Tensor, context: Context, add: bool = False) -> None:
         blocks = out.view(-1, self.block)
         scales, codes = self._split(payload, len(blocks))
+        if kernel := kernel_for(self, blocks, codes):
+            kernel.decode(scales, codes, blocks, add)
+            return
         for tile, _ in self._tiles(len(blocks), context.start):
             if add:
                 decoded = context.scratch.get("decoded", blocks[tile].shape, torch.float32)
@@ -100,6 +108,9 @@ class BlockQuantization(Compression):
 
 def quantization_step(values: Tensor, largest: float, scales: Tensor, context: Context) -> tuple[Tensor, Tensor]:
     """Store ``amax|v| / largest`` of each block as its scale.
+
+    Rounding to bfloat16 takes at most the 257th part of it, so ``|v / scale| <= (1 + 2^-8) largest``, up to fp32
+    rounding: rounded to an integer, that is at most ``largest`` as long as it is below 128. No code needs clamping.
 
     Args:
         values: fp32, shape ``(b, block)``.

@@ -33,8 +33,9 @@ class ColumnScales:
 
     def __init__(self, context: Context, numel: int, on: bool = True) -> None:
         self._scratch = context.scratch
-        self._matrices = _matrices(context.layout, context.start, numel) if on else []
-        self.nbytes = sum(columns for _, _, columns in self._matrices)
+        self.matrices = _matrices(context.layout, context.start, numel) if on else []
+        """Elements of the chunk, column of the first, and columns, of each matrix."""
+        self.nbytes = sum(columns for _, _, columns in self.matrices)
         """Bytes of the exponents, one a column."""
 
     def measure(self, values: Tensor, exponents: Tensor) -> None:
@@ -46,7 +47,7 @@ class ColumnScales:
 
         """
         at = 0
-        for matrix, first, columns in self._matrices:
+        for matrix, first, columns in self.matrices:
             size = self._scratch.get("column size", (columns,), torch.float32).zero_()
             for rows, part in _rows(values[matrix], first, columns):
                 for some in rows.split(max(1, _TILE // columns)):
@@ -71,7 +72,7 @@ class ColumnScales:
 
         """
         at = 0
-        for matrix, first, columns in self._matrices:
+        for matrix, first, columns in self.matrices:
             begin, end = max(matrix.start, start), min(matrix.stop, start + len(values))
             if begin < end:
                 column = (first + begin - matrix.start) % columns

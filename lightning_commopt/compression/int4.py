@@ -17,7 +17,7 @@ __all__ = ["Int4"]
 class Int4(BlockQuantization):
     """Signed 4-bit codes with one scale a block, two codes a byte, with error feedback on both hops.
 
-    ``s = bf16(max|v| / 7)``, ``q = clamp(round(v / s), -7, 7)``, decoded ``s q``. Elements ``i`` and ``i + block / 2``
+    ``s = bf16(max|v| / 7)``, ``q = round(v / s)``, decoded ``s q``. Elements ``i`` and ``i + block / 2``
     of a block share a byte, so that packing works on whole rows. Sources as for :class:`Int8`.
 
     Payload: ``n / 2 + 2 n / block`` bytes.
@@ -43,8 +43,7 @@ class Int4(BlockQuantization):
     def encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, context: Context) -> None:
         step, inverse = quantization_step(values, 7.0, scales, context)
         code = torch.mul(values, inverse, out=context.scratch.get("code", values.shape, torch.float32))
-        code.round_().clamp_(-7.0, 7.0)
-        values.addcmul_(code, step, value=-1.0)
+        values.addcmul_(code.round_(), step, value=-1.0)
         low, high = code.add_(8.0).chunk(2, dim=1)
         codes.copy_(low.add_(high, alpha=16.0))
 

@@ -18,7 +18,7 @@ __all__ = ["Int8"]
 class Int8(BlockQuantization):
     """Signed 8-bit codes with one scale a block, with error feedback on both hops.
 
-    ``s = bf16(max|v| / 127)``, ``q = clamp(round(v / s), -127, 127)``, decoded ``s q``. Block-wise quantisation as in
+    ``s = bf16(max|v| / 127)``, ``q = round(v / s)``, decoded ``s q``. Block-wise quantisation as in
     Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (ICLR 2022), section 2; error feedback as in
     Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML 2019), algorithm 2.
 
@@ -49,14 +49,13 @@ class Int8(BlockQuantization):
 
     @override
     def encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, context: Context) -> None:
-        largest = 126.5 if self.stochastic else 127.0  # room for rounding up: the clamp would bend the expectation
+        largest = 126.5 if self.stochastic else 127.0  # room for rounding up
         step, inverse = quantization_step(values, largest, scales, context)
         code = torch.mul(values, inverse, out=context.scratch.get("code", values.shape, torch.float32))
         if self.stochastic:
             code.add_(rounding_noise(values.numel(), self.seed, context).view_as(code)).floor_()
         else:
             code.round_()
-        code.clamp_(-127.0, 127.0)
         codes.view(torch.int8).copy_(code)
         values.addcmul_(code, step, value=-1.0)
 

@@ -12,6 +12,7 @@ from lightning_commopt.compression.base import Context
 from lightning_commopt.compression.bits import pack_bits, unpack_bits
 from lightning_commopt.compression.block_quantization import BlockQuantization
 from lightning_commopt.compression.column_scales import ColumnScales
+from lightning_commopt.compression.kernels import kernel_for
 
 __all__ = ["OneBit"]
 
@@ -60,19 +61,22 @@ class OneBit(BlockQuantization):
 
     @override
     def encode(self, values: Tensor, payload: Tensor, context: Context) -> None:
-        if not self.columns:
-            super().encode(values, payload, context)
-            return
-        columns = ColumnScales(context, len(values))
+        columns = ColumnScales(context, len(values), self.columns)
         payload, exponents = self._split_columns(payload, len(values), columns)
         columns.measure(values, exponents)
         up, down = columns.factors(exponents), columns.factors(exponents, inverse=True)
         blocks = values.view(-1, self.block)
         scales, codes = self._split(payload, len(blocks))
+        if kernel := kernel_for(self, blocks, codes):
+            kernel.encode(blocks, scales, codes, columns.matrices, up, down)
+            return
         for tile, start in self._tiles(len(blocks), 0):
+            if not self.columns:
+                self.encode_blocks(blocks[tile], scales[tile], codes[tile], context)
+                continue
             level = context.scratch.get("level", blocks[tile].shape, torch.float32).copy_(blocks[tile])
             columns.multiply(level.flatten(), up, start)
-            decoded = self._signs(level, scales[tile], codes[tile], context).mul_(scales[tile].float()[:, None])
+            decoded = self._signed(level, scales[tile], codes[tile], context)
             columns.multiply(decoded.flatten(), down, start)
             blocks[tile].sub_(decoded)
 
@@ -83,6 +87,9 @@ class OneBit(BlockQuantization):
         down = columns.factors(exponents, inverse=True)
         blocks = out.view(-1, self.block)
         scales, codes = self._split(payload, len(blocks))
+        if kernel := kernel_for(self, blocks, codes):
+            kernel.decode(scales, codes, blocks, columns.matrices, down, add)
+            return
         for tile, start in self._tiles(len(blocks), 0):
             some = context.scratch.get("decoded", blocks[tile].shape, torch.float32) if add else blocks[tile]
             self.decode_blocks(scales[tile], codes[tile], some, context)
@@ -97,18 +104,29 @@ class OneBit(BlockQuantization):
 
     @override
     def encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, context: Context) -> None:
-        signs = self._signs(values, scales, codes, context)
-        values.addcmul_(signs, scales.float()[:, None], value=-1.0)
+        values.sub_(self._signed(values, scales, codes, context))
 
-    def _signs(self, values: Tensor, scales: Tensor, codes: Tensor, context: Context) -> Tensor:
-        """Write scales and codes, and return the signs: 1 or -1, fp32, shape ``(b, block)``."""
+    def _signed(self, values: Tensor, scales: Tensor, codes: Tensor, context: Context) -> Tensor:
+        """Write scales and codes, and return each element's sign times its scale: fp32, shape ``(b, block)``."""
         scratch = context.scratch
         magnitude = torch.abs(values, out=scratch.get("magnitude", values.shape, torch.float32))
-        scales.copy_(magnitude.mean(1))
-        positive = torch.ge(values, 0.0, out=scratch.get("positive", values.shape, torch.bool))
-        pack_bits(positive, codes)
-        return magnitude.copy_(positive).mul_(2.0).sub_(1.0)
+        scales.copy_(_means(magnitude))
+        positive = scratch.get("positive", values.shape, torch.bool)
+        pack_bits(torch.ge(values.view(torch.int32), 0, out=positive), codes)  # of zeros, too
+        return torch.copysign(scales.float()[:, None], values, out=magnitude)
 
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, context: Context) -> None:
         out.copy_(unpack_bits(codes, context.scratch, zero=-1).view_as(out)).mul_(scales[:, None])
+
+
+def _means(rows: Tensor) -> Tensor:
+    """Return the mean of each row, its halves added to each other until one number is left; ``rows`` is overwritten.
+
+    The order of adding is part of the definition: kernels give the same bits.
+    """
+    half = rows.shape[1] // 2
+    while half:
+        rows[:, :half].add_(rows[:, half : 2 * half])
+        half //= 2
+    return rows[:, 0].mul(1 / rows.shape[1])

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_commopt.compression.base import Compression, Context
 from lightning_commopt.compression.bits import pack_bits, unpack_bits
+from lightning_commopt.compression.kernels import kernel_for
 
 __all__ = ["TopK"]
 
@@ -64,6 +65,9 @@ class TopK(Compression):
     def encode(self, values: Tensor, payload: Tensor, context: Context) -> None:
         kept = self.kept(len(values))
         places, code = self._split(payload, len(values))
+        if kept and (kernel := kernel_for(self, values, code)):
+            kernel.encode(values, places, code)
+            return
         largest = torch.topk(values.abs(), kept, sorted=False).indices.sort().values
         chosen = values[largest]
         if places.dtype == torch.int32:
@@ -77,6 +81,9 @@ class TopK(Compression):
     @override
     def decode(self, payload: Tensor, out: Tensor, context: Context, add: bool = False) -> None:
         places, code = self._split(payload, len(out))
+        if kernel := kernel_for(self, out, code):
+            kernel.decode(places, code, out, add)
+            return
         if places.dtype == torch.int32:
             if not add:
                 out.zero_()

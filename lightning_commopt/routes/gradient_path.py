@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # what DDP gives to a hook; `torch.distributed` has it too
 from torch.nn import Parameter as TorchParameter
 
-from lightning_commopt.compression import Compression, Scratch, Uncompressed
+from lightning_commopt.compression import Compression, Scratch, Uncompressed, kernels
 from lightning_commopt.compression.pending import Parts
 from lightning_commopt.measure import CommStats, Recorder, Traffic, clock_for
 from lightning_commopt.routes.bucket import BucketState, Share, parameters_of
@@ -62,6 +62,7 @@ class GradientPath:
         self.parameters = dict(parameters)
         self.method = method
         self.device = device
+        self.kernels = kernels.prepare(method, device)
         self.start_step = start_step
         self.shadow = shadow
         self.rounds = self.hook_calls = self.applied_steps = self.skipped_steps = 0

@@ -36,6 +36,9 @@ _PRELOAD = (
     "psutil",
     "pytest",
     "lightning_commopt",
+    "lightning_commopt.compression.kernels.quantized",
+    "lightning_commopt.compression.kernels.signs",
+    "lightning_commopt.compression.kernels.largest",
 )
 _PR_SET_PDEATHSIG = 1
 _STACKS_SIGNAL = signal.SIGUSR2

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptStrategy, Int8
-from lightning_commopt.compression import METHODS
+from lightning_commopt.compression import METHODS, kernels
 from tests.methods import Case
 from tests.pool import WorkerPool, trainer
 from tests.strategies.toy import (
@@ -118,6 +118,23 @@ def test_options_show_in_the_line(pool: WorkerPool) -> None:
         assert ", after 3 dense steps; " in lines["dense"]
         assert "non-finite gradients: skip;" in lines["skip"]
         assert "non-finite gradients: the gradient scaler skips the step;" in lines["scaler"]
+
+
+def lines_of_kernels() -> list[str]:
+    """Where numba is installed it is used, unless it is switched off."""
+    lines = []
+    choices: tuple[kernels.Kernels, ...] = ("numba", "torch")
+    for choice in choices:
+        kernels.use(choice)
+        lines.append(fit_with("commopt_int8"))
+    return lines
+
+
+def test_kernels_show_in_the_line(pool: WorkerPool) -> None:
+    pytest.importorskip("numba")
+    for numba, plain in pool.run(lines_of_kernels, 2):
+        assert "; compiled CPU kernels (numba); " in numba
+        assert "; codec in plain torch; " in plain
 
 
 def line_over_nodes() -> str:

@@ -1,0 +1,126 @@
+"""Compiled onebit: columns levelled, signs packed, mean magnitude and residual in one visit of each block."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lightning_commopt.compression.base import Compression
+from lightning_commopt.compression.kernels.bfloat16 import rounded, widened
+from lightning_commopt.compression.kernels.compiler import compiled, part_of_kernels
+from lightning_commopt.compression.kernels.kernel import Kernel
+from lightning_commopt.compression.onebit import OneBit
+
+__all__ = ["kernel_of"]
+
+Array = npt.NDArray[Any]
+
+_ONE = np.float32(1.0)
+_GATHER_BITS = np.uint64(0x0102040810204080)  # see `pack_bits`
+
+
+@part_of_kernels
+def _spread(factors: Array, run: Array, block: int, size: int, here: Array) -> None:
+    """Write the column factor of each element of a block; 1 outside matrices. ``run``: see :func:`_runs`."""
+    first, stop, column, columns, at = run[0], run[2], run[3], run[4], run[5]
+    done, count = 0, min(size, stop - block * size) if columns else 0
+    column = (column + (block - first) * size) % columns if columns else 0
+    while done < count:
+        some = min(columns - column, count - done)
+        source, target = factors[at + column : at + column + some], here[done : done + some]
+        for i in range(some):
+            target[i] = source[i]
+        done, column = done + some, 0
+    rest = here[done:]
+    for i in range(len(rest)):
+        rest[i] = _ONE
+
+
+@compiled("void(float32[:, ::1], uint16[::1], uint8[:, ::1], int64[:, ::1], float32[::1], float32[::1])")
+def _encode(values: Array, scales: Array, codes: Array, runs: Array, up: Array, down: Array) -> None:
+    size = values.shape[1]
+    raise_, lower = np.ones(size, np.float32), np.ones(size, np.float32)
+    level, magnitude = np.empty(size, np.float32), np.empty(size, np.float32)
+    bits = level.view(np.int32)
+    positive = np.empty(size, np.uint8)
+    eight = positive.view(np.uint64)
+    share = _ONE / np.float32(size)
+    for r in range(len(runs)):
+        for b in range(runs[r, 0], runs[r, 1]):
+            if len(up):
+                _spread(up, runs[r], b, size, raise_)
+                _spread(down, runs[r], b, size, lower)
+            block, code = values[b], codes[b]
+            for i in range(size):
+                level[i] = block[i] * raise_[i]
+                magnitude[i] = abs(level[i])
+                positive[i] = np.uint8(bits[i] >= 0)
+            for i in range(size // 8):
+                code[i] = np.uint8((eight[i] * _GATHER_BITS) >> np.uint64(56))
+            half = size // 2
+            while half:
+                for i in range(half):
+                    magnitude[i] += magnitude[half + i]
+                half //= 2
+            scales[b] = rounded(magnitude[0] * share)
+            scale = widened(scales[b])
+            for i in range(size):
+                block[i] -= (scale if bits[i] >= 0 else -scale) * lower[i]
+
+
+@compiled("void(uint16[::1], uint8[:, ::1], float32[:, ::1], int64[:, ::1], float32[::1], boolean)")
+def _decode(scales: Array, codes: Array, out: Array, runs: Array, down: Array, add: bool) -> None:
+    size = out.shape[1]
+    lower, signed = np.ones(size, np.float32), np.empty(size, np.float32)
+    bits = signed.view(np.uint32)
+    for r in range(len(runs)):
+        for b in range(runs[r, 0], runs[r, 1]):
+            if len(down):
+                _spread(down, runs[r], b, size, lower)
+            block, code, scale = out[b], codes[b], np.uint32(np.uint32(scales[b]) << np.uint32(16))
+            for i in range(size // 8):
+                negative = np.uint32(~np.uint32(code[i]))
+                for j in range(8):  # a bit that is not set becomes the sign
+                    bits[8 * i + j] = scale ^ np.uint32((negative << np.uint32(31 - j)) & np.uint32(0x80000000))
+            if add:
+                for i in range(size):
+                    block[i] += signed[i] * lower[i]
+            else:
+                for i in range(size):
+                    block[i] = signed[i] * lower[i]
+
+
+def _runs(matrices: Sequence[tuple[slice, int, int]], blocks: int, size: int) -> Array:
+    """Return rows of (first block, last block, end of elements, column of the first, columns, first exponent).
+
+    They cover all blocks; 0 columns: outside matrices.
+    """
+    runs, done, at = [], 0, 0
+    for matrix, column, columns in matrices:
+        first, last = matrix.start // size, -(-matrix.stop // size)
+        assert first * size == matrix.start >= done * size, "a block belongs to one parameter"
+        runs += [(done, first, 0, 0, 0, 0), (first, last, matrix.stop, column, columns, at)]
+        done, at = last, at + columns
+    return np.array([*runs, (done, blocks, 0, 0, 0, 0)], np.int64)
+
+
+def _onebit_encode(
+    values: Tensor, scales: Tensor, codes: Tensor, matrices: Sequence[tuple[slice, int, int]], up: Tensor, down: Tensor
+) -> None:
+    runs = _runs(matrices, *values.shape)
+    _encode(values.numpy(), scales.view(torch.uint16).numpy(), codes.numpy(), runs, up.numpy(), down.numpy())
+
+
+def _onebit_decode(
+    scales: Tensor, codes: Tensor, out: Tensor, matrices: Sequence[tuple[slice, int, int]], down: Tensor, add: bool
+) -> None:
+    runs = _runs(matrices, *out.shape)
+    _decode(scales.view(torch.uint16).numpy(), codes.numpy(), out.numpy(), runs, down.numpy(), add)
+
+
+def kernel_of(method: Compression) -> Kernel | None:
+    """Return the kernel of a method, None where it has none."""
+    return Kernel(_onebit_encode, _onebit_decode) if type(method) is OneBit else None

@@ -1,0 +1,288 @@
+"""Compiled kernels compute what the methods' own torch code computes, bit for bit; and which of them runs."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_commopt.compression import (
+    BF16,
+    BucketLayout,
+    Compression,
+    Context,
+    Int4,
+    Int8,
+    OneBit,
+    Parameter,
+    Scratch,
+    TopK,
+    kernels,
+)
+from tests.compression.codec import Codec
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def choice_of_its_own() -> Iterator[None]:
+    """What a test chooses ends with it."""
+    before = kernels._chosen
+    yield
+    kernels._chosen = before
+
+
+@dataclass
+class Coded:
+    """What a method makes of one chunk."""
+
+    payload: Tensor
+    residual: Tensor
+    decoded: Tensor
+    added: Tensor
+
+
+def coded(choice: kernels.Kernels, method: Compression, values: Tensor, layout: BucketLayout, start: int) -> Coded:
+    """Encode and decode a chunk by kernels or by torch."""
+    kernels.use(choice)
+    context = Context(layout, start, 0, 0, 1, Scratch(CPU))
+    residual = values.clone()
+    payload = torch.full((method.payload_bytes(len(values), context),), 90, dtype=torch.uint8)
+    method.encode(residual, payload, context)
+    decoded, added = torch.full_like(values, torch.nan), values.flip(0).nan_to_num(0.0)
+    method.decode(payload, decoded, context)
+    method.decode(payload, added, context, add=True)
+    return Coded(payload, residual, decoded, added)
+
+
+def assert_same_bits(one: Coded, other: Coded) -> None:
+    for name, tensor in vars(one).items():
+        assert torch.equal(tensor.view(torch.uint8), vars(other)[name].view(torch.uint8)), name
+
+
+def by_both(method: Compression, values: Tensor, layout: BucketLayout, start: int = 0) -> tuple[Coded, Coded]:
+    """By torch and by kernels; the test ends here where numba is missing."""
+    pytest.importorskip("numba")
+    return coded("torch", method, values, layout, start), coded("numba", method, values, layout, start)
+
+
+def numbers(numel: int, seed: int, exponent: int, spread: float, zeros: float) -> Tensor:
+    """Random numbers around `2^exponent`, uneven by `spread` powers of two, with a share of zeros of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(numel, generator=generator, dtype=torch.float64)
+    wide *= 2.0 ** (exponent + spread * torch.randn(numel, generator=generator, dtype=torch.float64))
+    wide[torch.rand(numel, generator=generator) < zeros] *= 0.0
+    return wide.float().clamp(-1e37, 1e37)
+
+
+NUMBERS = {
+    "seed": st.integers(0, 2**31),
+    "exponent": st.sampled_from([-149, -140, -126, -100, -99, -20, 0, 20, 100]),
+    "spread": st.sampled_from([0.0, 1.0, 20.0]),
+    "zeros": st.sampled_from([0.0, 0.5, 1.0]),
+}
+BLOCKS = st.sampled_from([8, 16, 64, 256, 2048])
+SHAPES = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 90)), min_size=1, max_size=3)
+LEVELLED = st.lists(st.tuples(st.integers(16, 70), st.integers(16, 90)), min_size=1, max_size=3)
+QUANTISED = st.one_of(
+    st.builds(Int8, block=BLOCKS), st.builds(Int4, block=BLOCKS), st.builds(OneBit, block=BLOCKS, columns=st.booleans())
+)
+
+
+@given(QUANTISED, SHAPES, st.integers(1, 3), st.data())
+def test_blocks_have_the_same_bits(
+    method: Compression, shapes: list[tuple[int, int]], owners: int, data: st.DataObject
+) -> None:
+    """For every owner's chunk, which may begin and end within a matrix."""
+    drawn = data.draw(st.fixed_dictionaries(NUMBERS))
+    assert_same_for_every_owner(method, shapes, owners, drawn)
+
+
+@given(st.builds(OneBit, block=BLOCKS), LEVELLED, st.integers(1, 3), st.integers(0, 2**31))
+def test_columns_have_the_same_bits(method: Compression, shapes: list[tuple[int, int]], owners: int, seed: int) -> None:
+    """Uneven columns of matrices that are large enough to be levelled."""
+    assert_same_for_every_owner(method, shapes, owners, {"seed": seed, "exponent": 0, "spread": 8.0, "zeros": 0.0})
+
+
+def assert_same_for_every_owner(
+    method: Compression, shapes: list[tuple[int, int]], owners: int, drawn: Mapping[str, Any]
+) -> None:
+    parameters = [Parameter(f"p{i}", shape, exact=False) for i, shape in enumerate(shapes)]
+    layout = BucketLayout(parameters, method.alignment, owners)
+    values = numbers(layout.packed_numel, **drawn)
+    for owner in range(owners):
+        start = owner * layout.chunk
+        assert_same_bits(*by_both(method, values[start : start + layout.chunk], layout, start))
+
+
+@given(QUANTISED, st.sampled_from([torch.inf, -torch.inf, torch.nan, 3.4e38]), st.integers(0, 29 * 31 - 1))
+def test_what_is_not_finite_stays_where_it_is(method: Compression, bad: float, place: int) -> None:
+    layout = BucketLayout([Parameter("p", (29, 31), exact=False)], method.alignment, 1)
+    values = numbers(layout.packed_numel, 0, 0, 1.0, 0.0)
+    values[place] = bad
+    by_torch, by_numba = by_both(method, values, layout)
+    for name in ("residual", "decoded", "added"):
+        one, other = vars(by_torch)[name], vars(by_numba)[name]
+        assert torch.equal(one.isfinite(), other.isfinite())
+        assert torch.equal(one[one.isfinite()], other[one.isfinite()])
+
+
+def chunk_of(numel: int) -> BucketLayout:
+    """One matrix."""
+    return BucketLayout([Parameter("p", (1, numel), exact=False)], 16, 1)
+
+
+@given(st.sampled_from([0.001, 0.01, 0.05, 0.5, 1.0]), st.integers(1, 3000), st.integers(0, 2**31))
+def test_the_largest_have_the_same_bits(density: float, sixteens: int, seed: int) -> None:
+    """No two magnitudes are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(16 * sixteens, generator=generator)
+    values = (order + 1).float() * (1 - 2 * (order % 2)) * 2.0**-20
+    assert_same_bits(*by_both(TopK(density=density), values, chunk_of(len(values))))
+
+
+@pytest.mark.parametrize("kind", ["few values", "zeros", "large ones sampled", "small ones sampled", "nan"])
+@pytest.mark.parametrize("density", [0.01, 0.2])
+def test_exactly_k_of_the_largest_are_sent(kind: str, density: float) -> None:
+    """Equal magnitudes, and numbers whose sample says nothing: of equal ones, the first are sent."""
+    pytest.importorskip("numba")
+    method, numel = TopK(density=density), 1 << 16
+    values = numbers(numel, 0, 0, 1.0, 0.0)
+    if kind == "few values":
+        values = values.mul(2).round().clamp(-2, 2)
+    elif kind == "zeros":
+        values = torch.zeros(numel)
+    elif kind == "nan":
+        values[::7] = torch.nan
+    else:  # the sample is of every fourth element
+        values[::4] *= 1e6 if kind == "large ones sampled" else 1e-6
+    kept = method.kept(numel)
+    expected = values.abs().nan_to_num(torch.inf).sort(descending=True, stable=True).indices[:kept].sort().values
+    payload = torch.empty(method.wire_bytes(numel), dtype=torch.uint8)
+    residual = values.clone()
+    kernels.use("numba")
+    method.encode(residual, payload, Context(chunk_of(numel), 0, 0, 0, 1, Scratch(CPU)))
+    places, code = method._split(payload, numel)
+    if places.dtype == torch.uint8:
+        places = ((places[:, None] >> torch.arange(8)) & 1).flatten().nonzero().flatten()
+    assert places.tolist() == expected.tolist()
+    assert torch.equal(code.isnan(), values[expected].isnan())
+    assert torch.equal(code.nan_to_num(), values[expected].bfloat16().nan_to_num())
+    untouched = torch.ones(numel, dtype=torch.bool).index_fill_(0, expected, False)
+    assert torch.equal(residual[untouched].nan_to_num(), values[untouched].nan_to_num())
+
+
+@pytest.mark.parametrize("density", [0.01, 0.2])
+def test_a_spoiled_payload_is_refused(density: float) -> None:
+    """Kernels write to no memory but their own."""
+    pytest.importorskip("numba")
+    kernels.use("numba")
+    codec = Codec(TopK(density=density))
+    with pytest.raises(IndexError, match=r"place"):
+        codec.decode(torch.full_like(codec.encode(codec.random()), 255))
+
+
+@pytest.mark.parametrize("method", [Int8(), Int4(), OneBit(), TopK()], ids=lambda method: method.name)
+def test_kernels_run_where_they_can(method: Compression) -> None:
+    pytest.importorskip("numba")
+    kernels.use("auto")
+    assert kernels.in_use() == "numba"
+    assert kernels.prepare(method, CPU) == "numba"
+    assert kernels.prepare(method, torch.device("cuda")) == "torch"
+    assert kernels.kernel_for(method, torch.empty(8)) is not None
+    for other in (
+        torch.empty(8, device="meta"),
+        torch.empty(8, requires_grad=True),
+        torch.empty(8, 2)[:, 0],
+        FakeTensorMode().from_tensor(torch.empty(8)),
+    ):
+        assert kernels.kernel_for(method, torch.empty(8), other) is None
+    kernels.use("torch")
+    assert kernels.kernel_for(method, torch.empty(8)) is None
+
+
+class Halved(Int8):
+    """A user's method."""
+
+    def encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, context: Context) -> None:
+        super().encode_blocks(values, scales, codes, context)
+        values.mul_(0.5)
+
+
+def test_methods_without_a_kernel_keep_their_own_code() -> None:
+    pytest.importorskip("numba")
+    kernels.use("numba")
+    for method in (BF16(), Int8(stochastic=True), Halved()):
+        assert kernels.prepare(method, CPU) == "torch"
+    values = Codec(Int8()).random()
+    plain, halved = values.clone(), values.clone()
+    Codec(Int8()).encode(plain)
+    Codec(Halved()).encode(halved)
+    assert torch.equal(halved, plain * 0.5)
+
+
+def test_memory_that_is_not_contiguous_takes_the_torch_path() -> None:
+    pytest.importorskip("numba")
+    kernels.use("numba")
+    codec = Codec(Int8(block=8), {"p": (32, 64)})
+    payload = codec.encode(codec.random())
+    out = torch.zeros(2 * codec.layout.packed_numel)[::2]
+    codec.method.decode(payload, out, codec.context)
+    assert torch.equal(out, codec.decode(payload))
+
+
+def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMOPT_KERNELS", "torch")
+    kernels._chosen = None
+    assert kernels.in_use() == "torch"
+    monkeypatch.setenv("COMMOPT_KERNELS", "fast")
+    kernels._chosen = None
+    with pytest.raises(ValueError, match=r"`COMMOPT_KERNELS='fast'` must be one of 'auto', 'torch', 'numba'"):
+        kernels.prepare(Int8(), CPU)
+    with pytest.raises(ValueError, match=r"`kernels='c'` must be one of"):
+        kernels.use("c")  # type: ignore[arg-type]
+
+
+def test_without_numba_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(ModuleNotFoundError, match=r"`kernels='numba'` needs numba: `pip install"):
+        kernels.use("numba")
+    kernels.use("auto")
+    assert kernels.in_use() == kernels.prepare(Int8(), CPU) == "torch"
+
+
+def test_numba_that_refuses_to_load_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise ImportError("Numba needs NumPy 2.4 or less")
+
+    monkeypatch.setattr(kernels.importlib, "import_module", refuse)
+    with pytest.warns(UserWarning, match=r"cannot be imported, so codecs run in plain torch: Numba needs NumPy"):
+        kernels.use("auto")
+    assert kernels.in_use() == "torch"
+    with pytest.raises(ImportError, match="NumPy 2.4"):
+        kernels.use("numba")
+
+
+def doubled(value: float) -> float:
+    return value * 2
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_compiled_code_is_kept_where_it_can_be(
+    writable: bool, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numba = pytest.importorskip("numba")
+    from lightning_commopt.compression.kernels.compiler import compiled
+
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(folder))
+    if not writable:  # as for a user without a home, of a package that root installed
+        monkeypatch.setattr(numba.core.caching.CacheImpl, "_locator_classes", [])
+    assert compiled("float64(float64)")(doubled)(21.0) == 42.0
+    assert bool(list(folder.rglob("*.nbi"))) == writable
