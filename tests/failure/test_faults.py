@@ -161,12 +161,20 @@ def test_a_rank_that_cannot_speak_is_named_by_the_others(
     assert (fault == "sleep") == ("time.sleep(30)" in found[0][1])
 
 
-def run_uneven() -> None:
-    fit(strategy_of(stall_timeout=1), Regression(), batches(4 if dist.get_rank() == 1 else 6))
+class StopsAlone(pl.Callback):
+    """Ends the fit of one rank after four batches."""
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.global_rank == 1 and trainer.global_step == 4
+
+
+def run_stopping_alone() -> None:
+    fit(strategy_of(stall_timeout=1), Regression(), batches(6), callbacks=[StopsAlone()])
 
 
 def test_a_rank_that_ends_early_is_named(pool: WorkerPool) -> None:
-    found, said = failures(pool, run_uneven, 3)
+    found, said = failures(pool, run_stopping_alone, 3)
     assert said == [
         "commopt: rank 1, between batches after step 3, ended its run early (had it fewer batches?), and others waited "
         "for it for 1 s; all ranks end."

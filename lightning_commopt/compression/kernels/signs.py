@@ -42,7 +42,7 @@ def _spread(factors: Array, run: Array, block: int, size: int, here: Array) -> N
 @compiled("void(float32[:, ::1], uint16[::1], uint8[:, ::1], int64[:, ::1], float32[::1], float32[::1])")
 def _encode(values: Array, scales: Array, codes: Array, runs: Array, up: Array, down: Array) -> None:
     size = values.shape[1]
-    raise_, lower = np.ones(size, np.float32), np.ones(size, np.float32)
+    levels, restores = np.ones(size, np.float32), np.ones(size, np.float32)
     level, magnitude = np.empty(size, np.float32), np.empty(size, np.float32)
     bits = level.view(np.int32)
     positive = np.empty(size, np.uint8)
@@ -51,11 +51,11 @@ def _encode(values: Array, scales: Array, codes: Array, runs: Array, up: Array, 
     for r in range(len(runs)):
         for b in range(runs[r, 0], runs[r, 1]):
             if len(up):
-                _spread(up, runs[r], b, size, raise_)
-                _spread(down, runs[r], b, size, lower)
+                _spread(up, runs[r], b, size, levels)
+                _spread(down, runs[r], b, size, restores)
             block, code = values[b], codes[b]
             for i in range(size):
-                level[i] = block[i] * raise_[i]
+                level[i] = block[i] * levels[i]
                 magnitude[i] = abs(level[i])
                 positive[i] = np.uint8(bits[i] >= 0)
             for i in range(size // 8):
@@ -68,18 +68,18 @@ def _encode(values: Array, scales: Array, codes: Array, runs: Array, up: Array, 
             scales[b] = rounded(magnitude[0] * share)
             scale = widened(scales[b])
             for i in range(size):
-                block[i] -= (scale if bits[i] >= 0 else -scale) * lower[i]
+                block[i] -= (scale if bits[i] >= 0 else -scale) * restores[i]
 
 
 @compiled("void(uint16[::1], uint8[:, ::1], float32[:, ::1], int64[:, ::1], float32[::1], boolean)")
 def _decode(scales: Array, codes: Array, out: Array, runs: Array, down: Array, add: bool) -> None:
     size = out.shape[1]
-    lower, signed = np.ones(size, np.float32), np.empty(size, np.float32)
+    restores, signed = np.ones(size, np.float32), np.empty(size, np.float32)
     bits = signed.view(np.uint32)
     for r in range(len(runs)):
         for b in range(runs[r, 0], runs[r, 1]):
             if len(down):
-                _spread(down, runs[r], b, size, lower)
+                _spread(down, runs[r], b, size, restores)
             block, code, scale = out[b], codes[b], np.uint32(np.uint32(scales[b]) << np.uint32(16))
             for i in range(size // 8):
                 negative = np.uint32(~np.uint32(code[i]))
@@ -87,10 +87,10 @@ def _decode(scales: Array, codes: Array, out: Array, runs: Array, down: Array, a
                     bits[8 * i + j] = scale ^ np.uint32((negative << np.uint32(31 - j)) & np.uint32(0x80000000))
             if add:
                 for i in range(size):
-                    block[i] += signed[i] * lower[i]
+                    block[i] += signed[i] * restores[i]
             else:
                 for i in range(size):
-                    block[i] = signed[i] * lower[i]
+                    block[i] = signed[i] * restores[i]
 
 
 def _runs(matrices: Sequence[tuple[slice, int, int]], blocks: int, size: int) -> Array:
