@@ -11,7 +11,7 @@ import pytest
 
 from tests.failure.launch import LIMIT_S, Launch, Outcome, last_checkpoint_loads
 
-BOUND_S = 30.0
+BOUND_S = 45.0
 """From the fault until the last process is gone; generous, since launches share the cores of the test machine."""
 
 FAULTS: dict[str, tuple[str, str, dict[str, Any], str]] = {
