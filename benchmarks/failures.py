@@ -68,9 +68,9 @@ def launches() -> dict[tuple[str, str], tuple[str, str, dict[str, Any]]]:
 
 
 def judged(outcome: Outcome, rank: int) -> dict[str, Any]:
-    """What counts: one message, on every rank that survives, no process left, and a checkpoint that loads."""
+    """What counts: one message (each node prints it), on every rank that survives, no process left, and a checkpoint that loads."""
     survivors = {r: kind for r, (kind, _) in outcome.ends.items() if r != rank}
-    alike = len(outcome.said) == 1 and outcome.messages <= {outcome.said[0]}
+    alike = len(set(outcome.said)) == 1 and outcome.messages <= {outcome.said[0]}
     ended = outcome.code != 0 or set(survivors.values()) == {"SIGTERMException"}  # which Lightning exits with 0 on
     return {
         "seconds": round(outcome.seconds, 1),
