@@ -68,9 +68,9 @@ def launches() -> dict[tuple[str, str], tuple[str, str, dict[str, Any]]]:
 
 
 def judged(outcome: Outcome, rank: int) -> dict[str, Any]:
-    """What counts: one message, on every rank that survives, no process left, and a checkpoint that loads."""
+    """What counts: one message on every survivor (each node prints it), no process left, a checkpoint that loads."""
     survivors = {r: kind for r, (kind, _) in outcome.ends.items() if r != rank}
-    alike = len(outcome.said) == 1 and outcome.messages <= {outcome.said[0]}
+    alike = len(set(outcome.said)) == 1 and outcome.messages <= {outcome.said[0]}
     ended = outcome.code != 0 or set(survivors.values()) == {"SIGTERMException"}  # which Lightning exits with 0 on
     return {
         "seconds": round(outcome.seconds, 1),
@@ -109,6 +109,8 @@ def report() -> None:
     print("| fault | " + " | ".join(LAUNCHERS) + " |\n|---|" + "---|" * len(LAUNCHERS))
     for fault in dict.fromkeys(fault for _, fault in launches()):
         found = [known.get((launcher, fault)) for launcher in LAUNCHERS]
+        if not any(found):
+            continue
         cells = ["" if r is None else f"{r['seconds']:.1f}{'' if r['ok'] else ' (!)'}" for r in found]
         print(f"| {fault} | " + " | ".join(cells) + " |")
 

@@ -219,7 +219,8 @@ class Watch:
     def _hold(self) -> None:
         """Stay until the others know: the end of a process can be the end of all, and of a message not yet printed."""
         started = time.monotonic()
-        self._wait(lambda: self._all_know() and self._row[Cell.KNOWS] == 1, _HOLD_S)
+        limit_s = _HOLD_S + self.limits.grace * self.limits.beat_s  # a message waits that long for a stack
+        self._wait(lambda: self._all_know() and self._row[Cell.KNOWS] == 1, limit_s)
         if self._beats is not None and (left := 4 * self.limits.beat_s - (time.monotonic() - started)) > 0:
             time.sleep(left)
 
