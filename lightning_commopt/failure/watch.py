@@ -165,6 +165,7 @@ class Watch:
         if self._stopping:  # a hook after teardown
             return error
         self._failing = True
+        self._row[Cell.FAILING] = 1
         if is_transport_error(error):
             self._known.wait(_ROOT_CAUSE_S)
             if self.verdict is None:
@@ -174,7 +175,6 @@ class Watch:
             rank = next((r for r, row in enumerate(self._board.rows) if row[Cell.TERMINATED]), self.rank)
             rank = rank if isinstance(error, SIGTERMException) else self.rank
             self._post(self._verdict_on(rank, cause))
-        self._row[Cell.FAILING] = 1
         self._hold()
         return RankFailure(self.message()) if is_echo(error) else error
 
@@ -239,7 +239,11 @@ class Watch:
 
     def _blame(self, error: BaseException) -> Verdict:
         """Return a verdict when a collective failed and no rank has said why."""
-        failing = {rank for rank, row in enumerate(self._board.rows) if row[Cell.FAILING]} - {self.rank}
+        rows = {rank: self._row_of(rank) for rank in self._peers}
+        failing = {rank for rank, row in rows.items() if row is not None and row[Cell.FAILING]}
+        for rank, peer in self._peers.items():
+            if peer.process is None and rank not in failing and peer.silent >= self.limits.look:
+                return self._verdict_on(rank, "is silent, and the connection to it was lost")
         progress = {rank: p for rank, p in self._progress().items() if rank not in failing}  # those are victims too
         progress[self.rank] = replace(progress[self.rank], activity=Activity.WAITING)  # it was, until now
         if (found := awaited(progress, self.rank, 0)) is not None:
