@@ -110,7 +110,7 @@ class UnevenBatches(BatchSampler):
         self.count = BATCHES - (attempt.fault == "uneven" and rank == attempt.rank)
         self.rank = rank
 
-    def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[list[int]]:
         return ([self.rank * 100 + i, self.rank * 100 + i + 1] for i in range(self.count))
 
     def __len__(self) -> int:
@@ -146,9 +146,9 @@ def run(attempt: Attempt) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     in_processes = {"fork": {"start_method": "fork"}, "spawn": {"start_method": "spawn"}}.get(attempt.launcher, {})
-    nonfinite = {} if attempt.method == "none" else {"nonfinite": "skip"}
+    compressing = {} if attempt.method == "none" else {"nonfinite": "skip", "start_step": 0}
     trainer = pl.Trainer(
-        strategy=CommOptStrategy(attempt.method, uneven="trim", bucket_cap_mb=0.02, **nonfinite, **in_processes),  # type: ignore[arg-type]
+        strategy=CommOptStrategy(attempt.method, uneven="trim", bucket_cap_mb=0.02, **compressing, **in_processes),
         accelerator="cpu",
         devices=attempt.ranks,
         max_epochs=attempt.epochs,
