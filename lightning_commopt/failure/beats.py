@@ -91,6 +91,10 @@ class Beats:
         answer: queue.Queue[bool] = queue.Queue()
         self._ask(lambda: answer.put(self._store.compare_set("stack", "", stack) is None), answer, timeout_s)
 
+    def send(self) -> None:
+        """Write the heartbeat now, and do not wait for it."""
+        self._jobs.put(self._beat)
+
     def close(self, timeout_s: float) -> None:
         """Say that the run has ended here, and end."""
         self._jobs.put(self._beat)

@@ -42,7 +42,7 @@ class Limits:
 
     beat_s: float = 0.5
     stopped: int = 10
-    silent: int = 40
+    silent: int = 36
     look: int = 4
     warn: int = 120
     grace: int = 6
@@ -141,6 +141,8 @@ class Watch:
         row[Cell.STEP] = step
         row[Cell.BATCH] += 1
         self.enter(Phase.TRAINING_STEP)
+        if row[Cell.BATCH] == 1 and self._beats is not None:
+            self._beats.send()  # other nodes allow much more time to set-up
 
     @property
     def failing(self) -> bool:
@@ -168,6 +170,8 @@ class Watch:
         self._row[Cell.FAILING] = 1
         if is_transport_error(error):
             self._known.wait(_ROOT_CAUSE_S)
+            if self._beats is not None:
+                self._wait(lambda: self.verdict is not None or self._silent_peer() is not None, _ROOT_CAUSE_S)
             if self.verdict is None:
                 self._post(self._blame(error))
         elif self.verdict is None:
@@ -239,11 +243,9 @@ class Watch:
 
     def _blame(self, error: BaseException) -> Verdict:
         """Return a verdict when a collective failed and no rank has said why."""
-        rows = {rank: self._row_of(rank) for rank in self._peers}
-        failing = {rank for rank, row in rows.items() if row is not None and row[Cell.FAILING]}
-        for rank, peer in self._peers.items():
-            if peer.process is None and rank not in failing and peer.silent >= self.limits.look:
-                return self._verdict_on(rank, "is silent, and the connection to it was lost")
+        if (silent := self._silent_peer()) is not None:
+            return self._verdict_on(silent, "is silent, and the connection to it was lost")
+        failing = {rank for rank, row in ((r, self._row_of(r)) for r in self._peers) if row and row[Cell.FAILING]}
         progress = {rank: p for rank, p in self._progress().items() if rank not in failing}  # those are victims too
         progress[self.rank] = replace(progress[self.rank], activity=Activity.WAITING)  # it was, until now
         if (found := awaited(progress, self.rank, 0)) is not None:
@@ -252,6 +254,17 @@ class Watch:
         if self._beats is not None and self._beats.lost is not None and self.rank != 0:
             return self._store_lost(self._beats)
         return self._verdict_on(self.rank, f"lost its connection to another rank: {raised(error)}")
+
+    def _silent_peer(self) -> int | None:
+        """Return the rank on another node whose heartbeat has ended, once that can be told from a late one."""
+        if self._beats is None or self._beats.lost is not None:
+            return None
+        rows = {rank: self._row_of(rank) for rank, peer in self._peers.items() if peer.process is None}
+        silent = {rank: self._peers[rank].silent for rank, row in rows.items() if row and not row[Cell.BYE]}
+        longest = max(silent, key=lambda rank: silent[rank], default=None)
+        if longest is None or silent[longest] - self._store_still < self.limits.look:
+            return None
+        return longest
 
     # ---- verdicts -------------------------------------------------------------------------------------------------
 
@@ -433,8 +446,8 @@ class Watch:
         return known
 
     def _wanted(self) -> Sequence[int]:
-        """Rows of other nodes that are needed: the next rank's, and everybody's once this rank waits."""
-        everybody = self._still >= self.limits.look or self.verdict is not None
+        """Rows of other nodes that are needed: the next rank's, and everybody's once this rank waits or fails."""
+        everybody = self._failing or self._still >= self.limits.look or self.verdict is not None
         ranks = range(self.world) if everybody else {0, (self.rank + 1) % self.world}
         return [rank for rank in ranks if rank != self.rank and self._peers[rank].process is None]
 

@@ -200,9 +200,10 @@ def run_apart(fault: str, **options: Any) -> None:
     ("fault", "options", "message"),
     [
         ("raise", {}, "rank 1, in training_step of step 2, raised ValueError: planted: bad sample"),
+        ("kill", {}, "rank 1, in "),  # where it was last heard of
         ("sleep", {"stall_timeout": 1}, "rank 1, in training_step of step 2, does not go on, and others waited for it"),
     ],
-    ids=["raise", "sleep"],
+    ids=["raise", "kill", "sleep"],
 )
 def test_over_nodes(pool: WorkerPool, fault: str, options: dict[str, Any], message: str) -> None:
     found, said = failures(pool, run_apart, 3, fault, **options)
@@ -210,6 +211,8 @@ def test_over_nodes(pool: WorkerPool, fault: str, options: dict[str, Any], messa
     assert found[0][0] == "RankFailure"
     assert found[0][1].startswith(message), found
     assert (fault == "sleep") == ("time.sleep(30)" in found[0][1])
+    silent = ("is silent, and the connection to it was lost", "was last heard of 1 s ago")
+    assert (fault == "kill") == any(words in found[0][1] for words in silent)
     assert set(said) == {f"commopt: {found[0][1].splitlines()[0]}"}
 
 
