@@ -145,8 +145,10 @@ def run(attempt: Attempt) -> None:
     """Train until the attempt's number of epochs, from the last checkpoint."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    in_processes = {"fork": {"start_method": "fork"}, "spawn": {"start_method": "spawn"}}.get(attempt.launcher, {})
-    compressing = {} if attempt.method == "none" else {"nonfinite": "skip", "start_step": 0}
+    in_processes: dict[str, Any] = {"fork": {"start_method": "fork"}, "spawn": {"start_method": "spawn"}}.get(
+        attempt.launcher, {}
+    )
+    compressing: dict[str, Any] = {} if attempt.method == "none" else {"nonfinite": "skip", "start_step": 0}
     trainer = pl.Trainer(
         strategy=CommOptStrategy(attempt.method, uneven="trim", bucket_cap_mb=0.02, **compressing, **in_processes),
         accelerator="cpu",
