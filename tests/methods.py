@@ -56,7 +56,7 @@ CASES: tuple[Case, ...] = (
     Case(OneBit(), layout_independent=False),  # columns are measured over a chunk's rows
     Case(OneBit(columns=False), worlds=(3,)),
     Case(TopK(density=0.05), layout_independent=False),  # the largest of a chunk
-    Case(TopK(density=0.01), worlds=(2,), layout_independent=False),  # places as numbers, not as bits
+    Case(TopK(density=0.03), worlds=(2,), layout_independent=False),  # places as numbers, not as bits
     Case(
         PowerSGD(rank=2), layout_independent=False, round_free=False
     ),  # equal shapes of a bucket are multiplied in one batch

@@ -217,7 +217,7 @@ def test_over_nodes(pool: WorkerPool, fault: str, options: dict[str, Any], messa
 
 
 def test_a_stopped_rank_on_another_node_is_given_up(pool: WorkerPool) -> None:
-    found, said = failures(pool, run_apart, 3, "stop", timeout=20.0)
+    found, said = failures(pool, run_apart, 3, "stop", timeout=10.0)
     assert said[0].startswith("commopt: rank 1, in ")
     assert "was last heard of 1 s ago" in said[0]
     assert [found[rank][:2] for rank in (0, 2)] == [("WorkerDied", "exit code 18")] * 2  # nothing wakes them
