@@ -33,7 +33,9 @@ from lightning_commopt.strategies.preflight import (
     check_optimizers,
     check_options,
     check_trainable,
+    device_name,
     fingerprint,
+    warn_of_mixed_devices,
 )
 from lightning_commopt.strategies.residual_checkpoint import ResidualCheckpoint, ResidualPolicy
 from lightning_commopt.strategies.rewrap import Trainable, wrap_again_if_changed
@@ -138,6 +140,8 @@ class CommOptStrategy(FailTogether):
         self._sigterm = Sigterm(trainer, self) if self.world_size > 1 else None
         if fitting:
             check_optimizers(self)
+            if self.world_size > 1:
+                warn_of_mixed_devices(self._control.all_gather(device_name(self.root_device)))
             rank_zero_info(self.explain())
 
     @override

@@ -1,7 +1,7 @@
 """What is refused or compared before anything is sent."""
 
 import platform
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, get_args
 
@@ -26,7 +26,9 @@ __all__ = [
     "check_optimizers",
     "check_options",
     "check_trainable",
+    "device_name",
     "fingerprint",
+    "warn_of_mixed_devices",
 ]
 
 _NO_COMPRESSION = "choose `compression='none'`"
@@ -224,8 +226,20 @@ def fingerprint(strategy: "CommOptStrategy", model: nn.Module) -> dict[str, str]
     return fields
 
 
-def warn_of_mixed_devices(names: list[str]) -> None:
-    """Say which rank runs on another kind of device than rank 0."""
+def device_name(device: torch.device) -> str:
+    """Return the kind of a device, as far as it decides how numbers are rounded."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+
+
+def warn_of_mixed_devices(names: Sequence[str]) -> None:
+    """Say which rank runs on another kind of device than rank 0.
+
+    Args:
+        names: :func:`device_name` by rank.
+
+    """
     for rank, name in enumerate(names):
         if name != names[0]:
             rank_zero_warn(

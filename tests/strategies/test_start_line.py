@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptStrategy, Int8
 from lightning_commopt.compression import METHODS, kernels
+from lightning_commopt.strategies import commopt
 from tests.methods import Case
 from tests.pool import WorkerPool, trainer
 from tests.strategies.toy import (
@@ -146,6 +147,19 @@ def test_auto_hierarchy_follows_the_launcher(pool: WorkerPool) -> None:
     assert "inside 2 nodes of 2 ranks" in pool.run(line_over_nodes, 4, nodes=2)[0]
     assert "flat since each node has one rank" in pool.run(line_over_nodes, 2, nodes=2)[0]
     assert "two-hop; " in pool.run(line_over_nodes, 4)[0]
+
+
+def warnings_on_mixed_devices(names: list[str]) -> list[str]:
+    """A fit whose ranks run on devices of these names."""
+    commopt.device_name = lambda device: names[dist.get_rank()]
+    return fit("commopt_int8", Regression(), batches(2)).warnings
+
+
+def test_mixed_devices_are_named(pool: WorkerPool) -> None:
+    said, elsewhere = pool.run(warnings_on_mixed_devices, 2, ["old", "new"])
+    assert said == ["Rank 1 runs on new, rank 0 on old: bit-equal replicas are promised on identical devices only."]
+    assert elsewhere == []
+    assert pool.run(warnings_on_mixed_devices, 2, ["old", "old"]) == [[], []]
 
 
 def test_before_the_fit() -> None:
