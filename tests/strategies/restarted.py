@@ -1,4 +1,4 @@
-"""A script for torchrun: `restarted.py FOLDER KILLED_RANK`. In its first attempt one rank kills itself."""
+"""A script for torchrun: `restarted.py FOLDER RANK SIGNAL`. In its first attempt one rank sends itself that signal."""
 
 import hashlib
 import os
@@ -20,13 +20,16 @@ EPOCHS, STEPS = 3, 4
 """Epochs of a fit, and steps of an epoch."""
 
 
-class Kill(pl.Callback):
-    """Ends this process without a word, in the middle of the second epoch."""
+class SignalsItself(pl.Callback):
+    """Kills or stops this process, in the middle of the second epoch."""
+
+    def __init__(self, name: str) -> None:
+        self.number = signal.Signals[name]
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == STEPS + 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.number)
 
 
 class Small(pl.LightningModule):
@@ -47,12 +50,12 @@ class Small(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), 0.01)
 
 
-def train(folder: Path, killed: bool = False, **options: Any) -> str:
+def train(folder: Path, fault: str | None = None, **options: Any) -> str:
     """Fit, from `last` where there is one, with Lightning's own sampler.
 
     Args:
         folder: Of the checkpoints.
-        killed: Whether this rank kills itself.
+        fault: Name of the signal that this rank sends itself, if any.
         options: Of the Trainer.
 
     Returns:
@@ -69,7 +72,7 @@ def train(folder: Path, killed: bool = False, **options: Any) -> str:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[ModelCheckpoint(folder, save_last=True), *([Kill()] if killed else [])],
+        callbacks=[ModelCheckpoint(folder, save_last=True), *([SignalsItself(fault)] if fault else [])],
         **options,
     )
     trainer.fit(model, DataLoader(data, batch_size=8, shuffle=True), ckpt_path="last")  # type: ignore[arg-type]
@@ -79,5 +82,5 @@ def train(folder: Path, killed: bool = False, **options: Any) -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     to, rank, attempt = Path(sys.argv[1]), os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-    digest = train(to, killed=attempt == "0" and rank == sys.argv[2])
+    digest = train(to, sys.argv[3] if attempt == "0" and rank == sys.argv[2] else None)
     (to / f"rank{rank}.attempt{attempt}").write_text(digest)

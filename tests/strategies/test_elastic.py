@@ -1,4 +1,4 @@
-"""torchrun restarts the workers after one was killed, and the fit goes on; so it does on another number of ranks."""
+"""torchrun restarts workers after one was killed or stopped, and the fit goes on; so it does on other numbers of ranks."""
 
 import socket
 import sys
@@ -42,11 +42,11 @@ def free_port() -> int:
 
 
 @pytest.mark.timeout(LIMIT + 60)
-@pytest.mark.parametrize(("rendezvous", "killed"), [("static", 0), ("standalone", 1)])
-def test_restart_goes_on(tmp_path: Path, expected: str, rendezvous: str, killed: int) -> None:
+@pytest.mark.parametrize(("rendezvous", "rank", "fault"), [("static", 0, "SIGKILL"), ("standalone", 1, "SIGSTOP")])
+def test_restart_goes_on(tmp_path: Path, expected: str, rendezvous: str, rank: int, fault: str) -> None:
     where = ["--standalone"] if rendezvous == "standalone" else [f"--master-port={free_port()}"]
     command = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=2", "--max-restarts=1"]
-    output = run([*command, "--monitor-interval=0.1", restarted.__file__, "{folder}", str(killed)], tmp_path)
+    output = run([*command, "--monitor-interval=0.1", restarted.__file__, "{folder}", str(rank), fault], tmp_path)
     assert "Restored all states from the checkpoint" in output
     digests = {path.name: path.read_text() for path in tmp_path.glob("rank*.attempt*")}
     assert digests == {"rank0.attempt1": expected, "rank1.attempt1": expected}, output
