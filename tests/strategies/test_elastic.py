@@ -1,4 +1,4 @@
-"""torchrun restarts workers after one was killed or stopped, and the fit goes on; so it does on other numbers of ranks."""
+"""torchrun restarts workers after one was killed or stopped, and a fit goes on, also on another number of ranks."""
 
 import socket
 import sys
