@@ -130,7 +130,8 @@ def judge(attempt: Attempt, tally: Tally, text: str, code: int, hung: bool, befo
         tally.outcomes[kind]["diverged"] += 1
         problem("diverged")
     elif kind in ENDS and not done:
-        named = re.search(rf"rank {attempt.rank}\b", text, re.IGNORECASE) is not None
+        # where the others have already ended their run, the launcher alone speaks
+        named = re.search(rf"(rank|process) {attempt.rank}\b", text, re.IGNORECASE) is not None
         tally.outcomes[kind]["ended cleanly" if named else "ended without its rank named"] += 1
         if not named:
             problem("rank not named")
