@@ -53,7 +53,10 @@ class Verdict:
 
 def raised(error: BaseException) -> str:
     """Return type, text and place of an error as a cause."""
-    text = " ".join(str(error).split())
+    lines = str(error).strip().splitlines()
+    if any(line.startswith("Original Traceback") for line in lines):  # of a data loader's worker
+        lines = [lines[0], lines[-1]]
+    text = " ".join(" ".join(lines).split()).removesuffix(".")
     text = f": {text[:_LONGEST]}" if text else ""
     frames = traceback.extract_tb(error.__traceback__)
     ours = os.path.dirname(os.path.dirname(__file__))

@@ -91,6 +91,11 @@ def test_the_message() -> None:
     assert text.startswith("rank 3, between batches after step 5, raised ValueError: two lines xxx")
     assert re.search(r"x \(test_parts\.py:\d+\); all ranks end\.$", text)
     assert len(text) < 650
+    worker = IndexError(
+        "Caught IndexError in worker 0.\nOriginal Traceback (most recent call last):\n  f()\nIndexError: 9"
+    )
+    assert raised(worker) == "raised IndexError: Caught IndexError in worker 0. IndexError: 9"
+    assert raised(ValueError("Choose less.")) == "raised ValueError: Choose less"
     assert Verdict(3, BETWEEN, 5, "hangs").text("  File\n").endswith("\nThe main thread of rank 3:\n  File")
 
 

@@ -52,7 +52,7 @@ def in_use() -> Literal["torch", "numba"]:
     """
     global _chosen
     if _chosen is None:
-        _chosen = _settled(os.environ.get(_VARIABLE, "auto"), _VARIABLE)
+        _chosen = _settled(os.environ.get(_VARIABLE) or "auto", _VARIABLE)
     return _chosen
 
 
@@ -68,7 +68,7 @@ def prepare(method: Compression, device: torch.device) -> Literal["torch", "numb
 
     """
     if _chosen is None:
-        _check(os.environ.get(_VARIABLE, "auto"), _VARIABLE)
+        _check(os.environ.get(_VARIABLE) or "auto", _VARIABLE)
     return "numba" if device.type == "cpu" and _kernel_of(method) is not None else "torch"
 
 
