@@ -1,8 +1,8 @@
 """Which compiler's kernels run on which kind of device: what is asked for, and what is installed."""
 
-import importlib
 import os
 import warnings
+from importlib import import_module
 from typing import Literal, get_args
 
 __all__ = ["Compiler", "Kernels", "compiler_for", "is_forced", "leave_out", "use"]
@@ -95,7 +95,7 @@ def _settle(device_type: str) -> Compiler:
 def _is_installed(compiler: str, required: str = "") -> bool:
     """Whether a compiler can be imported; where it cannot and is ``required`` by something, it is an error."""
     try:
-        importlib.import_module(compiler)
+        import_module(compiler)
     except ModuleNotFoundError as error:
         if not required and error.name == compiler:
             return False
@@ -114,4 +114,4 @@ def _is_installed(compiler: str, required: str = "") -> bool:
 
 def _triton_is_interpreted() -> bool:
     """Whether Triton's kernels take tensors of the CPU: for tests, without any GPU."""
-    return bool(importlib.import_module(f"{__package__}.triton.compiler").INTERPRETED)
+    return bool(import_module(f"{__package__}.triton.compiler").INTERPRETED)

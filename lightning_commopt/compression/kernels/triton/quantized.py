@@ -1,7 +1,5 @@
 """int8 and int4 in one launch a chunk: scale, codes and residual of a block in one visit."""
 
-from typing import Any
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -17,19 +15,19 @@ __all__ = ["kernel_of"]
 
 
 @part_of_kernels
-def _rows(ROWS: tl.constexpr) -> Any:
+def _rows(ROWS: tl.constexpr) -> tl.tensor:
     """The blocks of this program, as int64."""
     return tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
 
 
 @part_of_kernels
-def _magnitudes(values: Any) -> Any:
+def _magnitudes(values: tl.tensor) -> tl.tensor:
     """Magnitudes as integers, which order as they do, NaN above all."""
     return bits_of(values) & 0x7FFFFFFF
 
 
 @part_of_kernels
-def _inverse(step: Any) -> Any:
+def _inverse(step: tl.tensor) -> tl.tensor:
     """The reciprocal of a scale, 0 where it is too small to be divided by."""
     usable = step > 1e-30
     one = tl.full(step.shape, 1.0, tl.float32)
@@ -37,7 +35,7 @@ def _inverse(step: Any) -> Any:
 
 
 @compiled("scales", "blocks")
-def _encode_int8(values: Any, scales: Any, codes: Any, blocks: Any, SIZE: tl.constexpr, ROWS: tl.constexpr) -> None:
+def _encode_int8(values: tl.tensor, scales: tl.tensor, codes: tl.tensor, blocks: tl.tensor, SIZE: tl.constexpr, ROWS: tl.constexpr) -> None:
     rows = _rows(ROWS)
     inside = rows < blocks
     at = rows[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -52,7 +50,7 @@ def _encode_int8(values: Any, scales: Any, codes: Any, blocks: Any, SIZE: tl.con
 
 
 @compiled("scales", "blocks")
-def _encode_int4(values: Any, scales: Any, codes: Any, blocks: Any, SIZE: tl.constexpr, ROWS: tl.constexpr) -> None:
+def _encode_int4(values: tl.tensor, scales: tl.tensor, codes: tl.tensor, blocks: tl.tensor, SIZE: tl.constexpr, ROWS: tl.constexpr) -> None:
     rows = _rows(ROWS)
     inside = rows < blocks
     lane = tl.arange(0, SIZE // 2)[None, :]
@@ -73,7 +71,7 @@ def _encode_int4(values: Any, scales: Any, codes: Any, blocks: Any, SIZE: tl.con
 
 @compiled("scales", "blocks")
 def _decode_int8(
-    out: Any, scales: Any, codes: Any, blocks: Any, ADD: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr
+    out: tl.tensor, scales: tl.tensor, codes: tl.tensor, blocks: tl.tensor, ADD: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr
 ) -> None:
     rows = _rows(ROWS)
     inside = rows < blocks
@@ -87,7 +85,7 @@ def _decode_int8(
 
 @compiled("scales", "blocks")
 def _decode_int4(
-    out: Any, scales: Any, codes: Any, blocks: Any, ADD: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr
+    out: tl.tensor, scales: tl.tensor, codes: tl.tensor, blocks: tl.tensor, ADD: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr
 ) -> None:
     rows = _rows(ROWS)
     inside = rows < blocks

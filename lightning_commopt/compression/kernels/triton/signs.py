@@ -4,8 +4,6 @@ What lies between matrices is one launch too, and so is a chunk without columns.
 """
 
 from collections.abc import Sequence
-from typing import Any
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -23,22 +21,22 @@ _RUN = ("first", "last", "stop", "column", "columns", "factor")
 
 
 @part_of_kernels
-def _rows(first: Any, ROWS: tl.constexpr) -> Any:
+def _rows(first: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
     """The blocks of this program, as int64."""
     return first + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
 
 
 @part_of_kernels
 def _factors(
-    factors: Any,
-    rows: Any,
-    first: Any,
-    stop: Any,
-    column: Any,
-    columns: Any,
-    factor: Any,
+    factors: tl.tensor,
+    rows: tl.tensor,
+    first: tl.tensor,
+    stop: tl.tensor,
+    column: tl.tensor,
+    columns: tl.tensor,
+    factor: tl.tensor,
     SIZE: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """The column factor of each element of some blocks of a matrix; 1 at padding."""
     lane = tl.arange(0, SIZE)[None, :]
     begin = ((column + (rows - first) * SIZE) % columns).to(tl.int32)  # one slow division a block
@@ -47,7 +45,7 @@ def _factors(
 
 
 @part_of_kernels
-def _mean(rows: Any, SIZE: tl.constexpr, ROWS: tl.constexpr, HALVINGS: tl.constexpr) -> Any:
+def _mean(rows: tl.tensor, SIZE: tl.constexpr, ROWS: tl.constexpr, HALVINGS: tl.constexpr) -> tl.tensor:
     """The mean of each row, its halves added to each other until one number is left."""
     for i in tl.static_range(HALVINGS):
         rows = tl.sum(tl.reshape(rows, (ROWS, 2, SIZE >> (i + 1))), axis=1)  # of two: in any order the same
@@ -56,17 +54,17 @@ def _mean(rows: Any, SIZE: tl.constexpr, ROWS: tl.constexpr, HALVINGS: tl.conste
 
 @compiled("scales", "up", "down", *_RUN)
 def _encode(
-    values: Any,
-    scales: Any,
-    codes: Any,
-    up: Any,
-    down: Any,
-    first: Any,
-    last: Any,
-    stop: Any,
-    column: Any,
-    columns: Any,
-    factor: Any,
+    values: tl.tensor,
+    scales: tl.tensor,
+    codes: tl.tensor,
+    up: tl.tensor,
+    down: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    stop: tl.tensor,
+    column: tl.tensor,
+    columns: tl.tensor,
+    factor: tl.tensor,
     LEVEL: tl.constexpr,
     HALVINGS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -95,16 +93,16 @@ def _encode(
 
 @compiled("scales", "down", *_RUN)
 def _decode(
-    out: Any,
-    scales: Any,
-    codes: Any,
-    down: Any,
-    first: Any,
-    last: Any,
-    stop: Any,
-    column: Any,
-    columns: Any,
-    factor: Any,
+    out: tl.tensor,
+    scales: tl.tensor,
+    codes: tl.tensor,
+    down: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    stop: tl.tensor,
+    column: tl.tensor,
+    columns: tl.tensor,
+    factor: tl.tensor,
     ADD: tl.constexpr,
     LEVEL: tl.constexpr,
     SIZE: tl.constexpr,
