@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compression.base import Compression
+from lightning_commopt.compression.kernels.kernel import Kernel
 from lightning_commopt.compression.kernels.numba.bfloat16 import rounded, widened
 from lightning_commopt.compression.kernels.numba.compiler import compiled, part_of_kernels
-from lightning_commopt.compression.kernels.kernel import Kernel
-from lightning_commopt.compression.kernels.runs import runs_of
+from lightning_commopt.compression.kernels.runs import Run, runs_of
 from lightning_commopt.compression.onebit import OneBit
 
 __all__ = ["kernel_of"]
@@ -94,17 +94,22 @@ def _decode(scales: Array, codes: Array, out: Array, runs: Array, down: Array, a
                     block[i] = signed[i] * restores[i]
 
 
+def _table(matrices: Sequence[tuple[slice, int, int]], blocks: int, size: int) -> Array:
+    """Return a row of the fields of each ``Run``."""
+    return np.array(runs_of(matrices, blocks, size), np.int64).reshape(-1, len(Run._fields))
+
+
 def _onebit_encode(
     values: Tensor, scales: Tensor, codes: Tensor, matrices: Sequence[tuple[slice, int, int]], up: Tensor, down: Tensor
 ) -> None:
-    runs = np.array(runs_of(matrices, *values.shape), np.int64)
+    runs = _table(matrices, *values.shape)
     _encode(values.numpy(), scales.view(torch.uint16).numpy(), codes.numpy(), runs, up.numpy(), down.numpy())
 
 
 def _onebit_decode(
     scales: Tensor, codes: Tensor, out: Tensor, matrices: Sequence[tuple[slice, int, int]], down: Tensor, add: bool
 ) -> None:
-    runs = np.array(runs_of(matrices, *out.shape), np.int64)
+    runs = _table(matrices, *out.shape)
     _decode(scales.view(torch.uint16).numpy(), codes.numpy(), out.numpy(), runs, down.numpy(), add)
 
 

@@ -35,7 +35,9 @@ def _inverse(step: tl.tensor) -> tl.tensor:
 
 
 @compiled("scales", "blocks")
-def _encode_int8(values: tl.tensor, scales: tl.tensor, codes: tl.tensor, blocks: tl.tensor, SIZE: tl.constexpr, ROWS: tl.constexpr) -> None:
+def _encode_int8(
+    values: tl.tensor, scales: tl.tensor, codes: tl.tensor, blocks: tl.tensor, SIZE: tl.constexpr, ROWS: tl.constexpr
+) -> None:
     rows = _rows(ROWS)
     inside = rows < blocks
     at = rows[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -50,7 +52,9 @@ def _encode_int8(values: tl.tensor, scales: tl.tensor, codes: tl.tensor, blocks:
 
 
 @compiled("scales", "blocks")
-def _encode_int4(values: tl.tensor, scales: tl.tensor, codes: tl.tensor, blocks: tl.tensor, SIZE: tl.constexpr, ROWS: tl.constexpr) -> None:
+def _encode_int4(
+    values: tl.tensor, scales: tl.tensor, codes: tl.tensor, blocks: tl.tensor, SIZE: tl.constexpr, ROWS: tl.constexpr
+) -> None:
     rows = _rows(ROWS)
     inside = rows < blocks
     lane = tl.arange(0, SIZE // 2)[None, :]
@@ -71,7 +75,13 @@ def _encode_int4(values: tl.tensor, scales: tl.tensor, codes: tl.tensor, blocks:
 
 @compiled("scales", "blocks")
 def _decode_int8(
-    out: tl.tensor, scales: tl.tensor, codes: tl.tensor, blocks: tl.tensor, ADD: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr
+    out: tl.tensor,
+    scales: tl.tensor,
+    codes: tl.tensor,
+    blocks: tl.tensor,
+    ADD: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
 ) -> None:
     rows = _rows(ROWS)
     inside = rows < blocks
@@ -85,7 +95,13 @@ def _decode_int8(
 
 @compiled("scales", "blocks")
 def _decode_int4(
-    out: tl.tensor, scales: tl.tensor, codes: tl.tensor, blocks: tl.tensor, ADD: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr
+    out: tl.tensor,
+    scales: tl.tensor,
+    codes: tl.tensor,
+    blocks: tl.tensor,
+    ADD: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
 ) -> None:
     rows = _rows(ROWS)
     inside = rows < blocks

@@ -1,9 +1,10 @@
-"""onebit in one launch a matrix: columns levelled, signs packed, mean magnitude and residual in one visit of each block.
+"""onebit in one launch a matrix: columns levelled, signs packed, scale and residual in one visit of each block.
 
 What lies between matrices is one launch too, and so is a chunk without columns.
 """
 
 from collections.abc import Sequence
+
 import torch
 import triton.language as tl
 from torch import Tensor
