@@ -9,8 +9,8 @@ __all__ = ["Run", "runs_of"]
 class Run(NamedTuple):
     """Blocks ``first`` to ``last``; ``columns`` is 0 outside matrices.
 
-    Element ``first * size`` lies in column ``column``, elements from ``stop`` on are padding, and ``at`` is the place of
-    the factor of column 0.
+    Element ``first * size`` lies in column ``column``, elements from ``stop`` on are padding, and ``at`` is the place
+    of the factor of column 0.
     """
 
     first: int
