@@ -24,6 +24,7 @@ def steps_chart(recorded: RecordedSteps, width: float, name: str) -> str:
 
     """
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     ranks = recorded.ranks[:_MOST_RANKS]
     with drawing():
@@ -40,7 +41,7 @@ def steps_chart(recorded: RecordedSteps, width: float, name: str) -> str:
         axes.set_yticks([row + 0.2 for row in range(len(ranks))], [f"rank {row}" for row in range(len(ranks))])
         axes.tick_params(axis="y", length=0)
         phases = [phase for phase in _MAIN + _EXCHANGE if any(s.phase == phase for spans in ranks for s in spans)]
-        handles = [axes.barh([0], [0], label=LOOKS[phase].label, **LOOKS[phase].bar) for phase in phases]
+        handles = [Patch(label=LOOKS[phase].label, **LOOKS[phase].bar) for phase in phases]
         columns = 8 if width > 6 else 4
         axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, borderaxespad=0.2)
         text = (
@@ -54,7 +55,7 @@ def _bars(axes: Any, spans: Sequence[Span], phases: Sequence[str], row: float) -
     for phase in phases:
         pieces = [(s.start_ms, s.end_ms - s.start_ms) for s in spans if s.phase == phase]
         if pieces:
-            axes.broken_barh(pieces, (row - 0.19, 0.38), **LOOKS[phase].bar)
+            axes.broken_barh(pieces, (row - 0.19, 0.38), **(LOOKS[phase].bar | {"linewidth": 0.25}))
 
 
 def _numbers(axes: Any, spans: Sequence[Span], row: float, apart_ms: float) -> None:

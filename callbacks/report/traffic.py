@@ -110,4 +110,4 @@ def _group(name: str, names: Mapping[str, object]) -> str:
     depth = shared + 1
     if len(path) > depth and path[depth].isdigit():  # a list of layers
         depth += 1
-    return ".".join(path[:depth]) or name
+    return ".".join(path[:depth]) if len(path) > shared else name
