@@ -110,6 +110,7 @@ class GradientPath:
 
     def _carry(self, kept: BucketState, bucket: Tensor, present: list[bool], terminate: bool) -> None:
         """Take one bucket from gradients to their mean over ranks, in place."""
+        self.recorder.bucket = list(self._buckets.values()).index(kept)
         with self.recorder.span("encode"):
             flags = raise_flags(kept, bucket, present, terminate)
             exact = pack_exact(kept, bucket, self.scratch)
