@@ -23,7 +23,6 @@ from lightning_commopt.callbacks import CommMonitor, CommSummary, RankTimes
 from lightning_commopt.callbacks.report import ReportContent, render
 from lightning_commopt.callbacks.report.history import History, Interval
 from lightning_commopt.callbacks.report.traffic import by_group
-from lightning_commopt.callbacks.report.verdict import verdict
 from lightning_commopt.compression import METHODS
 from lightning_commopt.measure import Span, aligned
 from tests.pool import WorkerPool, trainer
@@ -333,7 +332,7 @@ def summary(compute: float, exposed: float, waiting: float, **others: Any) -> Co
     ],
 )
 def test_verdict(times: tuple[float, float, float], bound_by: str, words: str) -> None:
-    found = verdict(summary(*times))
+    found = summary(*times).advice
     assert found.bound_by == bound_by
     assert words in found.finding
     assert ("Rank 1 computes longest" in found.advice) == (bound_by == "waiting")

@@ -14,7 +14,6 @@ from lightning_commopt.callbacks.report.content import BucketTimes, ReportConten
 from lightning_commopt.callbacks.report.drawing import LOOKS
 from lightning_commopt.callbacks.report.history import Interval
 from lightning_commopt.callbacks.report.steps_chart import steps_chart
-from lightning_commopt.callbacks.report.verdict import verdict
 
 __all__ = ["check_can_report", "render", "write"]
 
@@ -60,7 +59,7 @@ def render(content: ReportContent) -> str:
     templates.filters["number"] = number
     summary, recorded = content.summary, content.recorded
     return templates.get_template("page.html").render(
-        verdict=verdict(summary),
+        verdict=summary.advice,
         summary=summary,
         table=rows(summary),
         values=_values(summary),
