@@ -2,8 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 from torch.autograd import profiler
@@ -14,6 +13,28 @@ from lightning_commopt.measure.timeline import Timeline
 __all__ = ["Recorder"]
 
 _KEPT = 20_000  # collectives whose durations wait to be compared with those of other ranks
+
+
+class _Span:
+    """Adds a piece of work to a recorder: a generator would take longer than a small tensor's operation."""
+
+    __slots__ = ("_annotation", "_phase", "_recorder", "_start")
+
+    def __init__(self, recorder: "Recorder", phase: str) -> None:
+        self._recorder, self._phase = recorder, phase
+
+    def __enter__(self) -> None:
+        self._annotation = None
+        if profiler._is_profiler_enabled:  # an annotation takes microseconds even when nobody sees it
+            self._annotation = profiler.record_function(f"lightning_commopt::{self._phase}")
+            self._annotation.__enter__()
+        self._start = self._recorder.clock.mark()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is None:
+            self._recorder.add(self._phase, self._start, self._recorder.clock.mark())
+        if self._annotation is not None:
+            self._annotation.__exit__(kind, *error)
 
 
 class Recorder:
@@ -45,13 +66,12 @@ class Recorder:
     def bucket(self, index: int | None) -> None:
         self._thread.bucket = index
 
-    @contextmanager
-    def span(self, phase: str) -> Iterator[None]:
-        """Time a piece of work as ``phase``; a profiler sees it as ``lightning_commopt::phase``."""
-        start = self.clock.mark()
-        with _seen_by_profiler(phase):
-            yield
-        self.add(phase, start, self.clock.mark())
+    def span(self, phase: str) -> "_Span":
+        """Time a piece of work as ``phase``; a context manager. What raises is not timed.
+
+        A profiler sees it as ``lightning_commopt::phase``.
+        """
+        return _Span(self, phase)
 
     def add(self, phase: str, start: Any, end: Any) -> None:
         """Add a piece of work between two marks."""
@@ -87,9 +107,3 @@ class Recorder:
         recent = [durations[len(durations) - common :] for durations in everyone]
         transfer_ms = sum(map(min, zip(*recent, strict=True)))
         self.wait_ms = (self.wait_ms or 0.0) + sum(own[len(own) - common :]) - transfer_ms
-
-
-def _seen_by_profiler(phase: str) -> AbstractContextManager[object]:
-    """Annotate a piece of work while a profiler runs; an annotation takes microseconds even when none does."""
-    enabled = getattr(profiler, "_is_profiler_enabled", True)
-    return profiler.record_function(f"lightning_commopt::{phase}") if enabled else nullcontext()
