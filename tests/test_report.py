@@ -1,6 +1,7 @@
 """The report of `CommMonitor`: the page says what the summary says."""
 
 import html
+import math
 import os
 import re
 import shutil
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt.callbacks import CommMonitor, CommSummary, RankTimes
-from lightning_commopt.callbacks.report import ReportContent, render
+from lightning_commopt.callbacks.report import ReportContent, ReportRecording, render
+from lightning_commopt.callbacks.report.content import RecordedSteps
 from lightning_commopt.callbacks.report.history import History, Interval
 from lightning_commopt.callbacks.report.traffic import by_group
 from lightning_commopt.callbacks.report.verdict import verdict
@@ -338,6 +340,33 @@ def test_verdict(times: tuple[float, float, float], bound_by: str, words: str) -
     assert words in found.finding
     assert ("Rank 1 computes longest" in found.advice) == (bound_by == "waiting")
     assert bound_by in Page(render(ReportContent(summary(*times)))).texts["verdict"]
+
+
+def test_many_ranks_and_losses_that_are_no_numbers() -> None:
+    ranks = 30
+    step = [Span("forward", 0, 4), Span("backward", 4, 9), Span("transfer", 5, 8, 0), Span("step", 0, 10)]
+    slow = [Span("forward", 0, 6), *step[1:]]
+    recorded = RecordedSteps(7, tuple(tuple(slow if rank == 20 else step) for rank in range(ranks)))
+    losses = [2.0, math.nan, math.inf, 1.0]
+    intervals = tuple(Interval(i, i, 9, 1, 0, 0.01, loss, 0.1) for i, loss in enumerate(losses, 1))
+    many = summary(
+        9, 1, 0, world_size=ranks, by_rank=tuple(RankTimes(10, 9 + rank / 100, 1, 0) for rank in range(ranks))
+    )
+    text = render(ReportContent(many, intervals, recorded))
+    assert text.count("Drawn are the 12") == text.count("Drawn are the 24") == 1
+    lines = text[text.index("steps-wide") : text.index("steps-narrow")]
+    drawn = [rank for rank in range(ranks) if f">rank {rank}<" in lines]
+    assert len(drawn) == 12
+    assert 20 in drawn
+    assert len(Page(text).numbers("ranks")) == ranks
+
+
+def test_a_failure_at_the_end_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    recording = ReportRecording.__new__(ReportRecording)
+    recording.path, recording._content = tmp_path / "file" / "report.html", ReportContent(summary(9, 1, 0))
+    with pytest.warns(UserWarning, match="could not write its report: (FileExists|NotADirectory)Error"):
+        recording.write()
 
 
 def test_what_users_write_is_escaped_and_decisions_are_listed() -> None:
