@@ -10,7 +10,7 @@ from lightning_commopt.measure import Span
 __all__ = ["MOST_RANKS", "steps_chart"]
 
 _MAIN = ("forward", "backward", "exposed", "optimizer")
-_EXCHANGE = ("encode", "wait", "transfer", "decode")
+_TRAVEL, _CODEC = ("wait", "transfer"), ("encode", "decode")
 MOST_RANKS = 12
 _MOST_EDGES = 250  # pieces in a row; the edges of more would hide them
 
@@ -35,14 +35,17 @@ def steps_chart(recorded: RecordedSteps, width: float, name: str) -> str:
         total_ms = max(span.end_ms for spans in ranks for span in spans)
         for row, spans in enumerate(ranks):
             _bars(axes, spans, _MAIN, row)
-            _bars(axes, spans, _EXCHANGE, row + 0.4)
+            _bars(axes, spans, _TRAVEL, row + 0.4)
+            _bars(axes, spans, _CODEC, row + 0.4, height=0.26)  # may lie within the travel of another bucket
             _numbers(axes, spans, row + 0.61, apart_ms=0.2 / width * total_ms)
         for step in (span for span in ranks[0] if span.phase == "step"):
             axes.axvline(step.end_ms, color=INK, linewidth=0.8, linestyle=":")
         axes.set(xlabel="ms", xlim=(0, total_ms), ylim=(len(ranks) - 0.1, -0.3))
         axes.set_yticks([row + 0.2 for row in range(len(ranks))], [f"rank {rank}" for rank in numbers])
         axes.tick_params(axis="y", length=0)
-        phases = [phase for phase in _MAIN + _EXCHANGE if any(s.phase == phase for spans in ranks for s in spans)]
+        phases = [
+            phase for phase in _MAIN + _TRAVEL + _CODEC if any(s.phase == phase for spans in ranks for s in spans)
+        ]
         handles = [Patch(label=LOOKS[phase].label, **LOOKS[phase].bar) for phase in phases]
         columns = 8 if width > 6 else 4
         axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, borderaxespad=0.2)
@@ -63,13 +66,13 @@ def _drawn(recorded: RecordedSteps) -> list[int]:
     return sorted(order[: MOST_RANKS // 2] + order[-MOST_RANKS // 2 :])
 
 
-def _bars(axes: Any, spans: Sequence[Span], phases: Sequence[str], row: float) -> None:
+def _bars(axes: Any, spans: Sequence[Span], phases: Sequence[str], row: float, height: float = 0.38) -> None:
     shown = [span for span in spans if span.phase in phases]
     edge = {"linewidth": 0.25 if len(shown) <= _MOST_EDGES else 0.0}
     for phase in phases:
         pieces = [(s.start_ms, s.end_ms - s.start_ms) for s in shown if s.phase == phase]
         if pieces:
-            axes.broken_barh(pieces, (row - 0.19, 0.38), **(LOOKS[phase].bar | edge))
+            axes.broken_barh(pieces, (row - height / 2, height), **(LOOKS[phase].bar | edge))
 
 
 def _numbers(axes: Any, spans: Sequence[Span], row: float, apart_ms: float) -> None:
