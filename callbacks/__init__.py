@@ -6,7 +6,16 @@ if __name__ != "lightning_commopt.callbacks":
         "Import `lightning_commopt.callbacks` instead."
     )
 
+from lightning_commopt.callbacks.doctor import DistributedDoctor, Finding
 from lightning_commopt.callbacks.lr_scaling import LinearLRScaling
 from lightning_commopt.callbacks.monitor import CommMonitor, CommSummary, RankTimes, StepAverages
 
-__all__ = ["CommMonitor", "CommSummary", "LinearLRScaling", "RankTimes", "StepAverages"]
+__all__ = [
+    "CommMonitor",
+    "CommSummary",
+    "DistributedDoctor",
+    "Finding",
+    "LinearLRScaling",
+    "RankTimes",
+    "StepAverages",
+]
