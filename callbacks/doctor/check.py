@@ -101,8 +101,8 @@ class Check(ABC):
     def batch_end(self, outputs: Any, steps: int) -> None:  # noqa: B027
         """Note that a batch has ended, and ``steps`` optimizer steps with it (0 while gradients accumulate)."""
 
-    def epoch_end(self) -> None:  # noqa: B027
-        """Note that an epoch has ended."""
+    def interrupted(self) -> None:  # noqa: B027
+        """Note that something else comes between two batches: validation, or the end of an epoch."""
 
     @abstractmethod
     def findings(self) -> list[Finding]:

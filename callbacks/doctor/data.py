@@ -55,8 +55,8 @@ class DataCheck(Check):
             self._hashes += [] if hashes is None else [hashes]
 
     @override
-    def epoch_end(self) -> None:
-        self._hashing = False  # a sample may well come to another rank in the next epoch
+    def interrupted(self) -> None:
+        self._hashing = False  # after an epoch a sample may well come to another rank in the next epoch
 
     @override
     def findings(self) -> list[Finding]:

@@ -180,7 +180,12 @@ class DistributedDoctor(Callback):
     @override
     def on_train_epoch_end(self, *args: Any) -> None:
         for check in self._active():
-            check.epoch_end()
+            check.interrupted()
+
+    @override
+    def on_validation_start(self, *args: Any) -> None:
+        for check in self._active():
+            check.interrupted()
 
     @override
     def on_train_end(self, *args: Any) -> None:

@@ -14,7 +14,7 @@ from lightning_commopt.callbacks.doctor.check import Check
 from lightning_commopt.callbacks.doctor.finding import Finding
 from lightning_commopt.callbacks.doctor.host import has_infiniband, interface_to_others, shared_memory_bytes
 from lightning_commopt.callbacks.doctor.nccl_log import log_lines, transports, variables
-from lightning_commopt.callbacks.doctor.probe import LinkSpeed, probe
+from lightning_commopt.callbacks.doctor.probe import LinkSpeed, fastest, probe
 from lightning_commopt.routes.topology import node_name
 from lightning_commopt.strategies.nccl import same_on_all_ranks
 
@@ -81,19 +81,18 @@ class EnvironmentCheck(Check):
             infiniband=has_infiniband(),
         )
 
-    def _links(self, nodes: Sequence[str]) -> dict[str, list[LinkSpeed | None]]:
-        """Return the speed that each rank saw, inside its node and between nodes."""
+    def _links(self, nodes: Sequence[str]) -> dict[str, dict[int, LinkSpeed]]:
+        """Return the speed of each group of ranks, by its first rank: inside nodes and between them."""
         members = {node: [r for r, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)}
         seconds = self.run.options.probe_seconds / 2
-        if not seconds:
-            return {}
-        inside = list(members.values()) if max(map(len, members.values())) > 1 else []
+        inside = [ranks for ranks in members.values() if len(ranks) > 1]
         between = [[ranks[0] for ranks in members.values()]] if len(members) > 1 else []
-        return {
-            where: self.run.all_gather(self._speed(groups, seconds))
-            for where, groups in (("inside a node", inside), ("between nodes", between))
-            if groups
-        }
+        speeds = {}
+        for where, groups in (("inside a node", inside), ("between nodes", between)):
+            if groups and seconds:
+                by_rank = self.run.all_gather(self._speed(groups, seconds))
+                speeds[where] = {ranks[0]: fastest(by_rank[r] for r in ranks) for ranks in groups}  # the rest waited
+        return speeds
 
     def _speed(self, groups: Sequence[Sequence[int]], seconds: float) -> LinkSpeed | None:
         """Measure this rank's group; every rank makes all of them."""
@@ -111,30 +110,27 @@ class EnvironmentCheck(Check):
                 dist.destroy_process_group(group)
         return mine
 
-    def _slow_links(self, speeds: Mapping[str, Sequence[LinkSpeed | None]]) -> Iterator[Finding]:
-        for where, by_rank in speeds.items():
-            rates = {rank: speed.mb_per_s for rank, speed in enumerate(by_rank) if speed is not None}
-            slow, fast = min(rates, key=rates.__getitem__), max(rates.values())
-            if fast > _SLOWER * rates[slow]:
+    def _slow_links(self, speeds: Mapping[str, Mapping[int, LinkSpeed]]) -> Iterator[Finding]:
+        for where, by_first in speeds.items():
+            slow = min(by_first, key=lambda rank: by_first[rank].mb_per_s)
+            rate, best = by_first[slow].mb_per_s, max(speed.mb_per_s for speed in by_first.values())
+            if best > _SLOWER * rate:
                 yield self.found(
-                    f"{where} rank {slow} gets {rates[slow]:.3g} MB/s, another {fast:.3g}",
-                    "compare cables, interfaces (`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`) and load of that node",
+                    f"links {where}: the node of rank {slow} has {rate:.3g} MB/s, another {best:.3g}",
+                    "compare the load of that node, its cards, and how they are connected (`nvidia-smi topo -m`)",
                     rank=slow,
-                    number=rates[slow],
+                    number=rate,
                 )
 
-    def _summary(
-        self, ranks: Sequence[RankFacts], speeds: Mapping[str, Sequence[LinkSpeed | None]]
-    ) -> Iterator[Finding]:
+    def _summary(self, ranks: Sequence[RankFacts], speeds: Mapping[str, Mapping[int, LinkSpeed]]) -> Iterator[Finding]:
         first = ranks[0]
         sizes = Counter(facts.node for facts in ranks).values()
         names = ", ".join(f"{name}={value}" for name, value in first.variables.items()) or "no NCCL_ or GLOO_ variable"
         shm = "none" if first.shared_memory is None else f"{first.shared_memory / 1e6:.0f} MB"
         where = f"{len(sizes)} node{'s' * (len(sizes) > 1)} with {'/'.join(map(str, sorted(set(sizes))))} ranks"
         yield self.fine(f"{first.backend} on {where}; interface {first.interface}; {names}; shared memory {shm}")
-        for where, by_rank in speeds.items():
-            known = [speed for speed in by_rank if speed is not None]
-            slowest = min(known, key=lambda speed: speed.mb_per_s)
+        for where, by_first in speeds.items():
+            slowest = min(by_first.values(), key=lambda speed: speed.mb_per_s)
             yield self.fine(f"links {where}: {slowest} a rank in an all-reduce", number=slowest.mb_per_s)
         if first.backend == "nccl":
             yield self._transports(ranks)

@@ -1,13 +1,14 @@
 """A short test of the links between ranks."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["LinkSpeed", "probe"]
+__all__ = ["LinkSpeed", "fastest", "probe"]
 
 _LATENCIES, _REPEATS = 15, 3
 _FIRST_BYTES, _LAST_BYTES = 1 << 16, 1 << 26
@@ -53,6 +54,11 @@ def probe(group: dist.ProcessGroup, device: torch.device, seconds: float) -> Lin
     world = dist.get_world_size(group)
     took = max(median(durations[1:] or durations) - latency, 1e-9)
     return LinkSpeed(latency * 1e3, 2 * (world - 1) / world * nbytes / took / 1e6)
+
+
+def fastest(speeds: Iterable[LinkSpeed | None]) -> LinkSpeed:
+    """Return the speed with the highest rate."""
+    return max((speed for speed in speeds if speed is not None), key=lambda speed: speed.mb_per_s)
 
 
 def _over(deadline: float, next_s: float) -> bool:

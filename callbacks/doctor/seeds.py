@@ -27,7 +27,7 @@ class SeedCheck(Check):
         self._initial: Finding | None = None
         self._before: dict[str, str] = {}
         self._drawn: set[str] = set()
-        self._first_epoch = True
+        self._last: dict[str, str] = {}
         self._worker_seeds = ""
 
     @override
@@ -66,18 +66,22 @@ class SeedCheck(Check):
 
     @override
     def batch_start(self, batch: Any, batch_idx: int) -> None:
-        if not self._before:
-            self._before = digests(self._streams())
+        now = digests(self._streams())
+        self._before = self._before or now
+        self._note_drawn(now)  # loading a batch in this process draws, too
 
     @override
     def batch_end(self, outputs: Any, steps: int) -> None:
-        if self._first_epoch:
-            now = digests(self._streams())
-            self._drawn |= {name for name, state in now.items() if state != self._before[name]}
+        self._note_drawn(digests(self._streams()))
 
     @override
-    def epoch_end(self) -> None:
-        self._first_epoch = False  # the next one draws seeds for its loaders, which is no use of randomness
+    def interrupted(self) -> None:
+        self._last = {}  # new iterators over loaders draw seeds for their workers, which is no use of randomness
+
+    def _note_drawn(self, now: dict[str, str]) -> None:
+        """Note the streams that have moved on since the last call."""
+        self._drawn |= {name for name in self._last if self._last[name] != now[name]}
+        self._last = now
 
     @override
     def findings(self) -> list[Finding]:

@@ -12,7 +12,7 @@ from lightning_commopt.callbacks.doctor.flight_record import Frame, Recorded
 __all__ = ["Site", "site_of"]
 
 _PACKAGE = str(Path(lightning_commopt.__file__).parent)
-_CALLBACKS = f"{_PACKAGE}{os.sep}callbacks"
+_CALLBACKS = str(Path(__file__).parents[1])  # not always below the package: an editable install maps it
 _INSTALLED = (*sysconfig.get_paths().values(), "site-packages")
 _LOOPS = (f"pytorch{os.sep}loops{os.sep}", f"pytorch{os.sep}trainer{os.sep}trainer.py")
 _LOGGING = f"logger_connector{os.sep}"
@@ -74,4 +74,5 @@ def _kind(record: Recorded, inner: list[Frame], user: Frame | None) -> str:
 
 def _is_users(frame: Frame) -> bool:
     """Whether a frame belongs to no installed library."""
-    return not frame.path.startswith(_PACKAGE) and not any(folder in frame.path for folder in _INSTALLED)
+    ours = frame.path.startswith((_PACKAGE, _CALLBACKS))
+    return not ours and not any(folder in frame.path for folder in _INSTALLED)

@@ -40,7 +40,7 @@ def first_differing(
         all_gather: Returns every rank's object, by rank.
 
     """
-    hashes = [bits_hash(tensor) for tensor in named.values()]
+    hashes = _numbers([_hashed(tensor) for tensor in named.values()])
     folded = hashlib.blake2b(struct.pack(f"<{len(hashes)}q", *hashes), digest_size=8).hexdigest()
     if len(set(all_gather(folded))) == 1:
         return None
@@ -57,12 +57,24 @@ def bits_hash(tensor: Tensor) -> int:
     Every element has a weight of its own, so that permutations and constant fills show, as they do not in the plain
     exclusive or of ``torch.hash_tensor``.
     """
+    return int(_hashed(tensor))
+
+
+def _hashed(tensor: Tensor) -> Tensor:
+    """The hash on the tensor's device, 0-d."""
     bits = as_bits(tensor)
     weights = bit_weights(bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for block in bits.split(_BLOCK):
         total = total * _ODD + (block * weights[: len(block)]).sum()
-    return int(total)
+    return total
+
+
+def _numbers(totals: list[Tensor]) -> list[int]:
+    """Bring 0-d tensors to the host, waiting for their device once where they share one."""
+    if len({total.device for total in totals}) > 1:
+        return [int(total) for total in totals]
+    return [] if not totals else torch.stack(totals).tolist()
 
 
 def as_bits(tensor: Tensor) -> Tensor:
