@@ -15,8 +15,9 @@ from lightning_commopt.compression.pending import Parts
 from lightning_commopt.measure import CommStats, Recorder, Traffic, clock_for
 from lightning_commopt.routes.bucket import BucketState, Share, parameters_of
 from lightning_commopt.routes.choose import route_for
+from lightning_commopt.routes.message import PRESENT, TERMINATE
 from lightning_commopt.routes.node import NodeExchange
-from lightning_commopt.routes.packing import compensated, fold_second_hop, pack, pack_exact, raise_flags, unpack
+from lightning_commopt.routes.packing import fold_second_hop, gather, unpack
 from lightning_commopt.routes.route import Parcel, add_residual
 from lightning_commopt.routes.stream import stream_for
 from lightning_commopt.routes.termination import Termination
@@ -104,22 +105,19 @@ class GradientPath:
             terminate, self._first_flags = self.termination.asked, kept.flags_any
         self.hook_calls += 1
         self._handed_over += len(kept.layout.segments)
-        present = [self._usage is None or s.parameter.name in self._usage for s in kept.layout.segments]
+        flags = [PRESENT * (self._usage is None or s.parameter.name in self._usage) for s in kept.layout.segments]
+        flags[0] |= TERMINATE * terminate
         self._last_hook = self.recorder.clock.mark()
-        return self.stream.submit(partial(self._carry, kept, gradients, present, terminate), gradients)
+        return self.stream.submit(partial(self._carry, kept, gradients, flags), gradients)
 
-    def _carry(self, kept: BucketState, bucket: Tensor, present: list[bool], terminate: bool) -> None:
+    def _carry(self, kept: BucketState, bucket: Tensor, known: list[int]) -> None:
         """Take one bucket from gradients to their mean over ranks, in place."""
         with self.recorder.span("encode"):
-            flags = raise_flags(kept, bucket, present, terminate)
-            exact = pack_exact(kept, bucket, self.scratch)
-            if self.node is None:
-                values = compensated(kept, bucket, self._scale, self.scratch)
-            else:
-                packed = pack(kept, bucket, self._scale, self.scratch)
+            residual = kept.first if self.node is None else None
+            values, exact, flags = gather(kept, bucket, known, self._scale, self.scratch, residual)
         if self.node is not None:
-            self._promised += Traffic(inside_node=self.node.traffic_bytes(packed, exact, flags))
-            values, exact, flags = self.node.reduce_scatter(packed, exact, flags)
+            self._promised += Traffic(inside_node=self.node.traffic_bytes(values, exact, flags))
+            values, exact, flags = self.node.reduce_scatter(values, exact, flags)
             values = add_residual(values, kept.first)
 
         parcel = self._parcel(kept, values, exact, flags)
@@ -129,7 +127,7 @@ class GradientPath:
         if self.node is not None:
             mean, exact_mean = self.node.all_gather(mean, exact_mean)
         with self.recorder.span("decode"):
-            unpack(parcel, mean, exact_mean, self._scale, bucket, keep_unused=self._usage is not None)
+            unpack(kept, mean, exact_mean, self._scale, bucket, keep_unused=self._usage is not None)
         self._dense_bytes += 2 * (self.world - 1) * bucket.nbytes // self.world
 
     def _exchange(self, kept: BucketState, parcel: Parcel) -> None:

@@ -39,6 +39,7 @@ _PRELOAD = (
     "lightning_commopt.compression.kernels.quantized",
     "lightning_commopt.compression.kernels.signs",
     "lightning_commopt.compression.kernels.largest",
+    "lightning_commopt.compression.kernels.packing",
 )
 _PR_SET_PDEATHSIG = 1
 _STACKS_SIGNAL = signal.SIGUSR2

@@ -9,6 +9,8 @@ kernels out; with ``numba`` it is an error that numba is not installed.
 import importlib
 import os
 import warnings
+from functools import lru_cache
+from types import ModuleType
 from typing import Literal, get_args
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from lightning_commopt.compression.base import Compression
 from lightning_commopt.compression.kernels.kernel import Kernel
 
-__all__ = ["Kernels", "in_use", "kernel_for", "prepare", "use"]
+__all__ = ["Kernels", "in_use", "kernel_for", "packing_for", "prepare", "use"]
 
 Kernels = Literal["auto", "torch", "numba"]
 
@@ -77,11 +79,7 @@ def kernel_for(method: Compression, *tensors: Tensor) -> Kernel | None:
 
     Kernels write to plain, contiguous memory of the CPU; fake tensors and those of other devices have none.
     """
-    for tensor in tensors:
-        plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.is_contiguous()
-        if not plain or tensor.requires_grad:
-            return None
-    return _kernel_of(method)
+    return _kernel_of(method) if all(map(_plain, tensors)) else None
 
 
 def _kernel_of(method: Compression) -> Kernel | None:
@@ -89,8 +87,26 @@ def _kernel_of(method: Compression) -> Kernel | None:
     name = _MODULES.get(method.name)
     if name is None or in_use() == "torch":
         return None
+    return _found(name, method)
+
+
+@lru_cache
+def _found(name: str, method: Compression) -> Kernel | None:
     kernel: Kernel | None = importlib.import_module(f"{__name__}.{name}").kernel_of(method)
     return kernel
+
+
+def packing_for(*tensors: Tensor) -> ModuleType | None:
+    """Return :mod:`~lightning_commopt.compression.kernels.packing` if it may take these tensors, else None."""
+    if in_use() == "torch" or not all(tensor.dtype == torch.float32 and _plain(tensor) for tensor in tensors):
+        return None
+    return importlib.import_module(f"{__name__}.packing")
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether a kernel may write to a tensor."""
+    ordinary = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return ordinary and not tensor.requires_grad
 
 
 def _check(kernels: str, source: str) -> None:
