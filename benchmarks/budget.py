@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
+from benchmarks.links.budget_worker import PHASES
 from benchmarks.links.launch import LaunchError, launch, signals_raise
 from benchmarks.links.modes import MODES
 from benchmarks.links.network import Network, NetworkError
@@ -25,7 +26,7 @@ def table(run: Run) -> Iterator[str]:
     yield "|---" * (len(COLUMNS) + 1) + "|"
     for mode, series in run.series.items():
         ms = series.spans_ms
-        phases = [ms.get(phase, 0.0) for phase in ("encode", "collective", "decode")]
+        phases = [ms.get(phase, 0.0) for phase in PHASES]
         rest = ms["exchange"] - sum(phases)
         network = ms["process"] - ms["main"] - ms["exchange"]
         cells = [ms["main"], *phases, rest, network, ms["process"], ms["wall"]]

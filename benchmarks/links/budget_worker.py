@@ -12,6 +12,8 @@ from benchmarks.links.record import Run, Series
 from benchmarks.links.workload import batch
 from lightning_commopt.measure import CpuClock
 
+PHASES = ("encode", "blocked", "decode")
+
 
 class ThreadClock(CpuClock):
     """CPU time of the calling thread."""
@@ -26,7 +28,7 @@ def phases_ms(mode: Mode) -> dict[str, float]:
     if not isinstance(mode, Compressed):
         return {}
     mode.path.recorder.settle()
-    return {phase: ms for phase, ms in mode.path.recorder.totals_ms.items() if phase != "exposed"}
+    return {phase: ms for phase, ms in mode.path.recorder.totals_ms.items() if phase in PHASES}
 
 
 def measured(mode: Mode, first: int, steps: int, rank: int) -> dict[str, float]:

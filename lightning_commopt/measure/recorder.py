@@ -1,8 +1,7 @@
 """Times and counts of the gradient exchange, as they happen."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from lightning_commopt.measure.clock import Clock
@@ -10,6 +9,22 @@ from lightning_commopt.measure.clock import Clock
 __all__ = ["Recorder"]
 
 _KEPT = 20_000  # collectives whose durations wait to be compared with those of other ranks
+
+
+class _Span:
+    """Adds a piece of work to a recorder: a generator would take longer than a small tensor's operation."""
+
+    __slots__ = ("_phase", "_recorder", "_start")
+
+    def __init__(self, recorder: "Recorder", phase: str) -> None:
+        self._recorder, self._phase = recorder, phase
+
+    def __enter__(self) -> None:
+        self._start = self._recorder.clock.mark()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._recorder.add(self._phase, self._start, self._recorder.clock.mark())
 
 
 class Recorder:
@@ -22,23 +37,34 @@ class Recorder:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.totals_ms = dict.fromkeys(("encode", "decode", "collective", "exposed"), 0.0)
+        self.totals_ms = dict.fromkeys(("encode", "decode", "collective", "blocked", "exposed"), 0.0)
         self.wait_ms: float | None = None
+        self._arrived: Any = None  # when the last collective was through
         self._spans: deque[tuple[str, Any, Any]] = deque()
         self._uncompared: deque[float] = deque(maxlen=_KEPT)
 
-    @contextmanager
-    def span(self, phase: str) -> Iterator[None]:
-        """Time a piece of work as ``phase``."""
-        start = self.clock.mark()
-        yield
-        self.add(phase, start, self.clock.mark())
+    def span(self, phase: str) -> "_Span":
+        """Time a piece of work as ``phase``; a context manager. What raises is not timed."""
+        return _Span(self, phase)
 
     def add(self, phase: str, start: Any, end: Any) -> None:
         """Add a piece of work between two marks."""
         self._spans.append((phase, start, end))
         if len(self._spans) > 10 * _KEPT:
             self.settle()
+
+    def arrived(self, begun: Any) -> None:
+        """Add a collective that is through now.
+
+        Several may be under way, one behind the other: each counts from when the one before it was through.
+
+        Args:
+            begun: Mark of when it was issued.
+
+        """
+        start = begun if self._arrived is None else self.clock.later(begun, self._arrived)
+        self._arrived = self.clock.mark()
+        self.add("collective", start, self._arrived)
 
     def settle(self) -> None:
         """Turn marks into times; waits for the device where marks have not passed yet."""

@@ -107,6 +107,8 @@ class BucketState:
 
     def round_done(self) -> None:
         """See :meth:`PendingBuffer.round_done`; a result is usable if some rank used the parameter and it is finite."""
+        if not any(buffer.shadow for buffer in self.buffers.values()):
+            return  # what was written is final
         usable = self.flags_any & (PRESENT | NONFINITE) == PRESENT
         for buffer in self.buffers.values():
             buffer.round_done(usable.tolist() if usable.device.type == "cpu" else usable)

@@ -41,14 +41,12 @@ def gather(
         return compensated(kept, residual, bucket, scale), exact, kept.flags
 
     exact = scratch.get("exact", (kept.layout.exact_numel,), kept.dtype)
-    kept.flags.copy_(torch.tensor(flags, dtype=torch.uint8))
+    kept.flags.numpy()[:] = flags
 
     def fill(before: Tensor, values: Tensor) -> None:
         there = before is values
         other = values[:0] if there else before
-        packing.gather(
-            *(t.numpy() for t in (bucket, other, values, exact, kept.flags)), kept.table, there, NONFINITE
-        )
+        packing.gather(*(t.numpy() for t in (bucket, other, values, exact, kept.flags)), kept.table, there, NONFINITE)
 
     if residual is not None:
         return residual.compensate_all(fill), exact, kept.flags

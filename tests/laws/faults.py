@@ -13,7 +13,7 @@ from lightning_commopt.compression import Context, ErrorFeedback, Scratch
 from lightning_commopt.compression.block_quantization import BlockQuantization
 from lightning_commopt.routes import gradient_path
 from lightning_commopt.routes.bucket import BucketState
-from lightning_commopt.routes.transport import GlooTransport
+from lightning_commopt.routes.transport import GlooTransport, Travelling
 
 __all__ = [
     "early_commit",
@@ -80,9 +80,9 @@ def uncounted_message() -> None:
     """A message travels that nobody counts."""
     exchange = GlooTransport._exchange
 
-    def twice(self: GlooTransport, send: list[Tensor], receive: Tensor) -> None:
-        exchange(self, send, receive.clone())
-        exchange(self, send, receive)
+    def twice(self: GlooTransport, send: Sequence[Tensor], receive: Tensor) -> Travelling:
+        exchange(self, send, receive.clone()).wait()
+        return exchange(self, send, receive)
 
     GlooTransport._exchange = twice  # type: ignore[method-assign]
 

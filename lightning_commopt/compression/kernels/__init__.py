@@ -9,6 +9,7 @@ kernels out; with ``numba`` it is an error that numba is not installed.
 import importlib
 import os
 import warnings
+from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType
 from typing import Literal, get_args
@@ -19,7 +20,7 @@ from torch import Tensor
 from lightning_commopt.compression.base import Compression
 from lightning_commopt.compression.kernels.kernel import Kernel
 
-__all__ = ["Kernels", "in_use", "kernel_for", "packing_for", "prepare", "use"]
+__all__ = ["Kernels", "columns_for", "in_use", "kernel_for", "packing_for", "prepare", "use"]
 
 Kernels = Literal["auto", "torch", "numba"]
 
@@ -101,6 +102,14 @@ def packing_for(*tensors: Tensor) -> ModuleType | None:
     if in_use() == "torch" or not all(tensor.dtype == torch.float32 and _plain(tensor) for tensor in tensors):
         return None
     return importlib.import_module(f"{__name__}.packing")
+
+
+def columns_for(values: Tensor) -> Callable[..., None] | None:
+    """Return what measures the columns of a chunk (:class:`ColumnScales`), None where torch is to do it."""
+    if in_use() == "torch" or not _plain(values):
+        return None
+    measure: Callable[..., None] = importlib.import_module(f"{__name__}.signs").measure
+    return measure
 
 
 def _plain(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from lightning_commopt.compression.kernels.compiler import compiled
 from lightning_commopt.compression.kernels.kernel import COMPRESSED, COMPRESSED_GAP, EXACT
 
-__all__ = ["gather", "scatter"]
+__all__ = ["gather", "merge", "scatter"]
 
 Array = npt.NDArray[Any]
 
@@ -95,3 +95,27 @@ def scatter(
         part = (mean if kind == COMPRESSED else exact_mean)[target : target + count]
         for i in range(count):
             out[i] = part[i] * factor
+
+
+@compiled("void(uint8[:, ::1], int64, float32, uint8[::1], float32[::1])")
+def merge(rows: Array, exact_at: int, share: float, flags: Array, exact: Array) -> None:
+    """Put flags and exact gradients of some messages together.
+
+    Args:
+        rows: The messages: flags, and from the byte ``exact_at`` on exact gradients.
+        exact_at: Where these begin.
+        share: A factor to their sum.
+        flags: Bitwise or over messages; written.
+        exact: Sum in the order of messages times ``share``; written.
+
+    """
+    flags[:] = rows[0, : len(flags)]
+    for r in range(1, len(rows)):
+        for i in range(len(flags)):
+            flags[i] |= rows[r, i]
+    for r in range(len(rows)):
+        part = rows[r, exact_at : exact_at + 4 * len(exact)].view(np.float32)
+        for i in range(len(exact)):
+            exact[i] = part[i] if r == 0 else exact[i] + part[i]
+    for i in range(len(exact)):
+        exact[i] *= share
