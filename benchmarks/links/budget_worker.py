@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from typing_extensions import override
@@ -11,6 +12,7 @@ from benchmarks.links.rank import begin, leave, machine
 from benchmarks.links.record import Run, Series
 from benchmarks.links.workload import batch
 from lightning_commopt.measure import CpuClock
+from lightning_commopt.routes.transport import GlooTransport, Travelling
 
 PHASES = ("encode", "blocked", "decode")
 
@@ -23,12 +25,34 @@ class ThreadClock(CpuClock):
         return time.thread_time()
 
 
+class Blocked:
+    """CPU time in which messages are issued and waited for."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same, and is counted."""
+
+        def call(*args: Any) -> Any:
+            start = time.thread_time()
+            result = function(*args)
+            self.seconds += time.thread_time() - start
+            return result
+
+        return call
+
+
+BLOCKED = Blocked()
+
+
 def phases_ms(mode: Mode) -> dict[str, float]:
-    """Sums so far of the phases that the exchange records, in CPU time."""
+    """Sums so far of the phases of the exchange, in CPU time."""
     if not isinstance(mode, Compressed):
         return {}
     mode.path.recorder.settle()
-    return {phase: ms for phase, ms in mode.path.recorder.totals_ms.items() if phase in PHASES}
+    totals_ms = mode.path.recorder.totals_ms
+    return {"encode": totals_ms["encode"], "blocked": 1e3 * BLOCKED.seconds, "decode": totals_ms["decode"]}
 
 
 def measured(mode: Mode, first: int, steps: int, rank: int) -> dict[str, float]:
@@ -57,6 +81,8 @@ def main() -> None:
     task = begin()
     dist.init_process_group("gloo", timeout=task.timeout)
     rank = dist.get_rank()
+    GlooTransport._exchange = BLOCKED.timed(GlooTransport._exchange)  # type: ignore[method-assign]
+    Travelling.wait = BLOCKED.timed(Travelling.wait)  # type: ignore[method-assign]
     run = Run(task.ranks, task.rate, task.warm_up, machine=machine())
     for name in task.modes:
         mode = MODES[name]()

@@ -2,30 +2,20 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_commopt.compression import kernels
 from lightning_commopt.compression.base import Context
-from lightning_commopt.compression.layout import BucketLayout
+from lightning_commopt.compression.layout import BucketLayout, Matrix
 
-__all__ = ["TILE", "ColumnScales", "Matrix"]
+__all__ = ["TILE", "ColumnScales"]
 
 _MIN_SIDE = 16  # a matrix, or a chunk's part of it, with fewer rows or columns is left as it is
 _OCTAVE = 8  # exponents that double a factor
 _LARGEST = 255  # exponent of a column that is zero
 TILE = 1 << 16  # elements measured at a time: their magnitudes stay in the processor's cache
-
-
-class Matrix(NamedTuple):
-    """A chunk's part of a matrix: its first element and the one after its last, the column of the first, columns."""
-
-    start: int
-    stop: int
-    column: int
-    columns: int
 
 
 class ColumnScales:

@@ -113,6 +113,7 @@ class GradientPath:
 
     def _carry(self, kept: BucketState, bucket: Tensor, known: list[int], number: int) -> Iterator[None]:
         """Take one bucket from gradients to their mean over ranks, in place; yields while messages are on their way."""
+        self.recorder.bucket = position = list(self._buckets.values()).index(kept)
         with self.recorder.span("encode"):
             residual = kept.first if self.node is None else None
             values, exact, flags = gather(kept, bucket, known, self._scale, self.scratch, residual)
@@ -122,7 +123,9 @@ class GradientPath:
             values = add_residual(values, kept.first)
 
         parcel = self._parcel(kept, values, exact, flags, number)
-        yield from self._exchange(kept, parcel)
+        for _ in self._exchange(kept, parcel):
+            yield
+            self.recorder.bucket = position
 
         mean, exact_mean = parcel.mean, parcel.exact_mean
         if self.node is not None:

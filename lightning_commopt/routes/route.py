@@ -109,11 +109,9 @@ class Route(ABC):
     def travel(self, begin: Callable[..., Travelling], *rows: Tensor) -> Iterator[None]:
         """Begin a collective, yield while it is under way, and return when it is through."""
         begun = self.recorder.clock.mark()
-        with self.recorder.span("blocked"):
-            travelling = begin(*rows)
+        travelling = begin(*rows)
         yield
-        with self.recorder.span("blocked"):
-            travelling.wait()
+        travelling.wait()
         self.recorder.arrived(begun)
 
     def messages(self, name: str, count: int, form: MessageFormat) -> MessageRows:

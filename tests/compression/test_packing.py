@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_commopt.compression import BF16, Compression, Int8, Parameter, Scratch, kernels
+from lightning_commopt.compression.kernels import choice
 from lightning_commopt.routes.bucket import BucketState, Share
 from lightning_commopt.routes.message import NONFINITE, PRESENT, TERMINATE, MessageFormat
 from lightning_commopt.routes.packing import gather, unpack
@@ -25,9 +26,10 @@ FLAGS = st.lists(
 def choice_of_its_own() -> Iterator[None]:
     """What a test chooses ends with it."""
     pytest.importorskip("numba")
-    before = kernels._chosen
+    before = choice._asked
     yield
-    kernels._chosen = before
+    choice._asked = before
+    choice._settled.clear()
 
 
 def bucket_state(method: Compression, owners: int, shadow: bool) -> BucketState:
@@ -38,8 +40,9 @@ def bucket_state(method: Compression, owners: int, shadow: bool) -> BucketState:
 def both(function: Callable[[], tuple[Tensor, ...]]) -> None:
     """Call a function with either choice and compare all bits of what it returns."""
     results = []
-    for choice in ("torch", "numba"):
-        kernels.use(choice)  # type: ignore[arg-type]
+    words: tuple[kernels.Kernels, ...] = ("torch", "numba")
+    for word in words:
+        kernels.use(word)
         results.append(function())
     for one, other in zip(*results, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))

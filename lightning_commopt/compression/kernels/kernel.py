@@ -6,7 +6,7 @@ from typing import NamedTuple
 __all__ = ["COMPRESSED", "COMPRESSED_GAP", "EXACT", "EXACT_GAP", "Kernel"]
 
 COMPRESSED, EXACT, COMPRESSED_GAP, EXACT_GAP = 0, 1, 2, 3
-"""What a stretch of a buffer belongs to, in the tables of :mod:`~lightning_commopt.compression.kernels.packing`."""
+"""What a stretch of a buffer belongs to, in the tables of ``numba/packing.py``."""
 
 
 class Kernel(NamedTuple):

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_commopt.compression.kernels.compiler import compiled
 from lightning_commopt.compression.kernels.kernel import COMPRESSED, COMPRESSED_GAP, EXACT
+from lightning_commopt.compression.kernels.numba.compiler import compiled
 
 __all__ = ["gather", "merge", "scatter"]
 

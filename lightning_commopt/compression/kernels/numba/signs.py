@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compression.base import Compression
-from lightning_commopt.compression.column_scales import TILE, Matrix
-from lightning_commopt.compression.kernels.bfloat16 import rounded, widened
-from lightning_commopt.compression.kernels.compiler import compiled, part_of_kernels
+from lightning_commopt.compression.column_scales import TILE
 from lightning_commopt.compression.kernels.kernel import Kernel
+from lightning_commopt.compression.kernels.numba.bfloat16 import rounded, widened
+from lightning_commopt.compression.kernels.numba.compiler import compiled, part_of_kernels
+from lightning_commopt.compression.kernels.runs import Run, runs_of
+from lightning_commopt.compression.layout import Matrix
 from lightning_commopt.compression.onebit import OneBit
 
 __all__ = ["kernel_of", "measure"]
@@ -25,7 +27,7 @@ _GATHER_BITS = np.uint64(0x0102040810204080)  # see `pack_bits`
 
 @part_of_kernels
 def _spread(factors: Array, run: Array, block: int, size: int, here: Array) -> None:
-    """Write the column factor of each element of a block; 1 outside matrices. ``run``: see :func:`_runs`."""
+    """Write the column factor of each element of a block; 1 outside matrices. ``run``: a ``Run``."""
     first, stop, column, columns, at = run[0], run[2], run[3], run[4], run[5]
     done, count = 0, min(size, stop - block * size) if columns else 0
     column = (column + (block - first) * size) % columns if columns else 0
@@ -143,31 +145,22 @@ def _places(matrices: tuple[Matrix, ...]) -> Array:
 
 
 @lru_cache(maxsize=4096)
-def _runs(matrices: tuple[Matrix, ...], blocks: int, size: int) -> Array:
-    """Return rows of (first block, last block, end of elements, column of the first, columns, first exponent).
-
-    They cover all blocks; 0 columns: outside matrices.
-    """
-    runs, done, at = [], 0, 0
-    for start, stop, column, columns in matrices:
-        first, last = start // size, -(-stop // size)
-        assert first * size == start >= done * size, "a block belongs to one parameter"
-        runs += [(done, first, 0, 0, 0, 0), (first, last, stop, column, columns, at)]
-        done, at = last, at + columns
-    return np.array([*runs, (done, blocks, 0, 0, 0, 0)], np.int64)
+def _table(matrices: tuple[Matrix, ...], blocks: int, size: int) -> Array:
+    """Return a row of the fields of each ``Run``."""
+    return np.array(runs_of(matrices, blocks, size), np.int64).reshape(-1, len(Run._fields))
 
 
 def _onebit_encode(
     values: Tensor, scales: Tensor, codes: Tensor, matrices: tuple[Matrix, ...], up: Tensor, down: Tensor
 ) -> None:
-    runs = _runs(matrices, *values.shape)
+    runs = _table(matrices, *values.shape)
     _encode(values.numpy(), scales.view(torch.uint16).numpy(), codes.numpy(), runs, up.numpy(), down.numpy())
 
 
 def _onebit_decode(
     scales: Tensor, codes: Tensor, out: Tensor, matrices: tuple[Matrix, ...], down: Tensor, add: bool
 ) -> None:
-    runs = _runs(matrices, *out.shape)
+    runs = _table(matrices, *out.shape)
     _decode(scales.view(torch.uint16).numpy(), codes.numpy(), out.numpy(), runs, down.numpy(), add)
 
 
