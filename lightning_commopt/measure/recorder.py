@@ -54,6 +54,7 @@ class Recorder:
         self.wait_ms: float | None = None
         self.timeline: Timeline | None = None
         self._thread = threading.local()
+        self._arrived: Any = None  # when the last collective was through
         self._spans: deque[tuple[str, Any, Any]] = deque()
         self._uncompared: deque[float] = deque(maxlen=_KEPT)
 
@@ -77,6 +78,19 @@ class Recorder:
             timeline.add(phase, start, end, None if phase == "exposed" else self.bucket)
         if len(self._spans) > 10 * _KEPT:
             self.settle()
+
+    def arrived(self, begun: Any) -> None:
+        """Add a collective that is through now.
+
+        Several may be under way, one behind the other: each counts from when the one before it was through.
+
+        Args:
+            begun: Mark of when it was issued.
+
+        """
+        start = begun if self._arrived is None else self.clock.later(begun, self._arrived)
+        self._arrived = self.clock.mark()
+        self.add("collective", start, self._arrived)
 
     def settle(self) -> None:
         """Turn marks into times; waits for the device where marks have not passed yet."""
