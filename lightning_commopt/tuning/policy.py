@@ -258,18 +258,16 @@ class AutoState:
         dense: Prediction,
         considered: Mapping[str, tuple[Choice, Prediction]],
     ) -> Choice:
-        none = Choice()
-        if dense.transfer_ms < policy.min_gain * dense.step_ms:
-            return none  # latency alone is no reason: no method has less of it
         best = min(told.step_ms for _, told in considered.values())
-        if best > (1 - policy.min_gain) * dense.step_ms:
-            return none
-        chosen = none
-        for option, told in considered.values():  # mildest first
-            hidden = told.exposed_ms <= _HIDDEN * told.step_ms
-            if hidden or told.step_ms <= _NEAR_BEST * best:
-                chosen = option
-                break
+        little_sent = dense.transfer_ms < policy.min_gain * dense.step_ms  # latency alone is no reason for a method
+        if little_sent or best > (1 - policy.min_gain) * dense.step_ms:
+            chosen = Choice()
+        else:
+            chosen = next(  # mildest first
+                option
+                for option, told in considered.values()
+                if told.exposed_ms <= _HIDDEN * told.step_ms or told.step_ms <= _NEAR_BEST * best
+            )
         return self._with_hysteresis(policy, chosen, considered)
 
     def _with_hysteresis(
@@ -277,13 +275,14 @@ class AutoState:
     ) -> Choice:
         """Keep what is in force unless the change is worth it."""
         current = self.choice.method
-        if current == "none" or current not in considered or chosen.method == current:
+        is_first = not any(decision.predictions for decision in self.decisions)
+        if is_first or current not in considered or chosen.method == current:
             return chosen
         order = ("none", *policy.methods)
         now_ms, then_ms = considered[current][1].step_ms, considered[chosen.method][1].step_ms
         harsher = order.index(chosen.method) > order.index(current)
         worth_it = now_ms > _HARSHER * then_ms if harsher else then_ms <= _MILDER * now_ms
-        return chosen if worth_it else self.choice
+        return chosen if worth_it else considered[current][0]
 
     def _why_none(
         self,

@@ -49,9 +49,9 @@ class StepProfile:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._steps: list[tuple[tuple[Any, Any] | None, Any, Any, list[tuple[int, Any]], Any]] = []
+        self._steps: list[tuple[list[tuple[Any, Any]], Any, list[tuple[int, Any]], Any]] = []
         self._last: Any = None  # where the time alone begins
-        self._earlier: tuple[Any, Any] | None = None  # time alone before a pause
+        self._alone: list[tuple[Any, Any]] = []  # time alone before a pause
         self._begun: Any = None
         self._ready: list[tuple[int, Any]] = []
         self._handles: list[Any] = []
@@ -69,49 +69,44 @@ class StepProfile:
             handle.remove()
         self._handles = []
 
-    def begin_if_new(self) -> None:
-        """Let the time alone begin here, in the first step."""
-        if self._last is None:
-            self._last = self._clock.mark()
-
     def pause(self) -> None:
         """What follows, until :meth:`resume`, is no part of a step."""
         if self._last is not None:
-            self._earlier = (self._last, self._clock.mark())
+            self._alone.append((self._last, self._clock.mark()))
+            self._last = None
 
     def resume(self) -> None:
-        """The step goes on."""
-        self._last = self._clock.mark()
+        """The step begins, or goes on."""
+        if self._last is None:
+            self._last = self._clock.mark()
 
     def backward_begins(self) -> None:
         """A synchronising backward begins."""
+        self.pause()
         self._ready = []
         self._begun = self._clock.mark()
 
     def backward_ended(self) -> None:
         """All gradients are exchanged."""
         end = self._clock.mark()
-        if self._last is not None and self._begun is not None:
-            self._steps.append((self._earlier, self._last, self._begun, self._ready, end))
+        if self._alone and self._begun is not None:
+            self._steps.append((self._alone, self._begun, self._ready, end))
             del self._steps[:-_KEPT]
-        self._last, self._earlier = end, None
+        self._last, self._alone = end, []
 
     def take(self) -> list[StepTimes]:
         """Return the steps since the last time, and forget them."""
         steps, self._steps = self._steps, []
         return [self._times(*marks) for marks in steps]
 
-    def _times(
-        self, earlier: tuple[Any, Any] | None, last: Any, begun: Any, ready: list[tuple[int, Any]], end: Any
-    ) -> StepTimes:
+    def _times(self, alone: list[tuple[Any, Any]], begun: Any, ready: list[tuple[int, Any]], end: Any) -> StepTimes:
         elapsed = self._clock.elapsed_ms
         backward_ms, there, moments = elapsed(begun, end), 0, []
         for numel, mark in ready:
             there += numel
             moments.append((there, elapsed(begun, mark)))
         compute_ms = moments[-1][1] if moments else backward_ms
-        alone_ms = elapsed(last, begun) + (0.0 if earlier is None else elapsed(*earlier))
-        return StepTimes(alone_ms, compute_ms, backward_ms, tuple(moments))
+        return StepTimes(sum(elapsed(*span) for span in alone), compute_ms, backward_ms, tuple(moments))
 
     def _note(self, numel: int, _: Parameter) -> None:
         self._ready.append((numel, self._clock.mark()))

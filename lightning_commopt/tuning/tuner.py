@@ -138,9 +138,7 @@ class Tuner:
             self._profile.pause()
             self._steps = self._profile.take()
             self.state = self._control.broadcast(self._decided())
-            self._profile.resume()
-        else:
-            self._profile.begin_if_new()
+        self._profile.resume()
         if self.state.choice == before:
             return None
         self._changed()
@@ -154,6 +152,10 @@ class Tuner:
         """All gradients are exchanged."""
         self._profile.backward_ended()
         self.rounds += 1
+
+    def step_ended(self) -> None:
+        """What follows until :meth:`before_step` is no part of a step. Where this is not called, all is."""
+        self._profile.pause()
 
     def close(self) -> None:
         """Let go of the parameters."""
