@@ -30,6 +30,10 @@ class Channel:
     latency_ms: float
     stolen_ns_per_byte: float = 0.0
 
+    def slower(self, factor: float) -> "Channel":
+        """Return a channel on which everything takes ``factor`` times as long."""
+        return Channel(self.bytes_per_second / factor, self.latency_ms * factor, self.stolen_ns_per_byte * factor)
+
     def wire_ms(self, nbytes: float, hops: int) -> float:
         """Time to send ``nbytes`` in ``hops`` messages, one after the other."""
         return nbytes / self.bytes_per_second * 1e3 + hops * self.latency_ms
@@ -57,6 +61,11 @@ class Link:
     route: Channel
     ranks_per_node: int = 1
     inside: Channel | None = None
+
+    def slower(self, factor: float) -> "Link":
+        """Return a link on which everything takes ``factor`` times as long."""
+        inside = None if self.inside is None else self.inside.slower(factor)
+        return Link(self.world, self.reducer.slower(factor), self.route.slower(factor), self.ranks_per_node, inside)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class AutoPolicy:
     allow: Sequence[str] = ()
     harshest: str = "int4"
     error_budget: float = 0.15
-    min_gain: float = 0.05
+    min_gain: float = 0.1
     measure_steps: int = 3
     check_every: int = 50
     cosine_every: int = 200

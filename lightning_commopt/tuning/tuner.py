@@ -26,6 +26,7 @@ _OWN_BUCKET_MB = 25.0  # DDP's default
 _SETTLE = 2  # steps after a change that are not measured: they allocate
 _VERIFY = 8  # steps over which the gain is measured
 _MOVED = 0.2
+_CALIBRATION = (0.5, 2.0)  # how far the dense steps may correct the probe
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Tuner:
         self._compute: ComputeProfile | None = None
         self._codecs: dict[str, CodecCost] = {}
         self._contention = 1.0
+        self._calibration = 1.0  # exposed time of the dense steps, measured over predicted
         self._steps: list[StepTimes] = []  # dense ones, of this rank
         self._dense_ms: float | None = None
         self._phase = "measure"  # then "verify", then "watch"
@@ -229,11 +231,21 @@ class Tuner:
         if first:
             return self.state.begun(self.policy, self._evidence(), self.rounds)
         self._profile.unwatch()
+        if self.state.choice.method == "none":
+            self._calibrate(settled)
         if self._may_win():
             self._probe_codecs()
         chosen = self.state.chosen(self.policy, self._evidence(), self.rounds)
         self._enter("verify" if chosen.choice.method != "none" else "watch")
         return chosen
+
+    def _calibrate(self, everyone: Sequence[Sequence[StepTimes]]) -> None:
+        """Correct the probe of the links by what the dense steps exposed, on the rank that waited least."""
+        exposed_ms = min(median(step.backward_ms - step.compute_ms for step in steps) for steps in everyone)
+        predicted_ms = self._evidence().dense.exposed_ms
+        if exposed_ms > 0 and predicted_ms > 0:
+            low, high = _CALIBRATION
+            self._calibration = min(high, max(low, exposed_ms / predicted_ms))
 
     def _verified(self) -> AutoState:
         everyone = self._control.all_gather(self._steps)
@@ -323,7 +335,7 @@ class Tuner:
         fixed = self._bucket_mb
         return Evidence(
             profile=self._compute,
-            link=self.link,
+            link=self.link.slower(self._calibration),
             numels=numels,
             bucket_mbs=_BUCKET_MBS if fixed is None else (fixed,),
             own_bucket_mb=_OWN_BUCKET_MB if fixed is None else fixed,

@@ -104,7 +104,7 @@ def run_dense(model: Callable[[], Regression] = Regression) -> Fit:
     return fit(DDPStrategy(**SMALL_BUCKETS), model(), batches(STEPS))  # type: ignore[arg-type]
 
 
-# ---- fast links -------------------------------------------------------------------------------------------------------
+# ---- fast links -----------------------------------------------------------------------------------------------------
 
 
 class Straggling(Regression):
@@ -128,7 +128,7 @@ def test_nothing_is_chosen_where_nothing_is_to_be_won(pool: WorkerPool, model: t
         assert not ran.fit.hook
 
 
-# ---- slow links -------------------------------------------------------------------------------------------------------
+# ---- slow links -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -178,7 +178,7 @@ def test_means_are_compared_now_and_then(pool: WorkerPool) -> None:
     assert ranks[0].methods[-1] in ("int8", "int4")
 
 
-# ---- a checkpoint keeps decisions -------------------------------------------------------------------------------------
+# ---- a checkpoint keeps decisions -----------------------------------------------------------------------------------
 
 
 class SaveFirst(pl.Callback):
@@ -223,7 +223,7 @@ def test_resume_is_exact_given_the_log(pool: WorkerPool, tmp_path: Path, world: 
         assert torch.equal(other.fit.parameters, one.fit.parameters)
 
 
-# ---- options and memory -----------------------------------------------------------------------------------------------
+# ---- options and memory ---------------------------------------------------------------------------------------------
 
 
 def test_policies_are_options() -> None:
