@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -96,16 +95,16 @@ def _codec_s(method: Compression, device: torch.device) -> tuple[float, float]:
         values.copy_(kept)
         method.encode(values, payload, context)
 
-    copy_s = _median_s(lambda: values.copy_(kept), device)
-    encode_s = _median_s(encode, device)
-    decode_s = _median_s(lambda: method.decode(payload, values, context, add=True), device)
+    copy_s = _least_s(lambda: values.copy_(kept), device)
+    encode_s = _least_s(encode, device)
+    decode_s = _least_s(lambda: method.decode(payload, values, context, add=True), device)
     return max(encode_s - copy_s, 0.0), decode_s
 
 
 def _bucket_s(method: Compression, shape: tuple[int, int], device: torch.device, group: dist.ProcessGroup) -> float:
     """Return the seconds that a backward takes longer with an exchange of one bucket than without."""
     module = _OneMatrix(shape, device)
-    alone_s = _median_s(lambda: module().backward(), device)
+    alone_s = _least_s(lambda: module().backward(), device)
     ddp = PinnedDDP(module, process_group=group)
     path = GradientPath(dict(module.named_parameters()), method, group, device, shadow=False)
     ddp.register_comm_hook(None, path.hook)
@@ -118,13 +117,13 @@ def _bucket_s(method: Compression, shape: tuple[int, int], device: torch.device,
         path.step_done(True)
 
     try:
-        return max(0.0, _median_s(exchange, device) - alone_s)
+        return max(0.0, _least_s(exchange, device) - alone_s)
     finally:
         path.close()
 
 
-def _median_s(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median duration of some runs, after one that counts for nothing."""
+def _least_s(work: Callable[[], object], device: torch.device) -> float:
+    """Return the shortest duration of some runs, after one that counts for nothing."""
     seconds: list[float] = []
     cache = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device=device)
     for _ in range(_REPEATS + 1):
@@ -134,4 +133,4 @@ def _median_s(work: Callable[[], object], device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return median(seconds[1:])
+    return min(seconds[1:])

@@ -23,7 +23,6 @@ _NEAR_BEST = 1.10  # a milder method may take this much longer than the fastest
 _HIDDEN = 0.05  # part of a step that may be exposed where communication counts as hidden
 _MILDER = 1.05  # to change to a milder method, it may take this much longer than the one in force
 _HARSHER = 1.20  # to change to a harsher one, the one in force must take this much longer
-_LOST = 0.98  # of the dense step: what is not below has won nothing
 
 
 @dataclass(frozen=True)
@@ -185,17 +184,18 @@ class AutoState:
             )
         return self.with_decision(Decision(step, choice, reason, predicted.step_ms, dense.step_ms, table))
 
-    def gain_measured(self, dense_ms: float | None, step_ms: float, step: int) -> "AutoState":
-        """Take a choice back that is not faster than the dense steps were.
+    def gain_measured(self, policy: AutoPolicy, dense_ms: float | None, step_ms: float, step: int) -> "AutoState":
+        """Take a choice back that does not save at least half of what is worth it.
 
         Args:
+            policy: What the user wants.
             dense_ms: A step under DDP's own reducer, measured; None where none was.
             step_ms: A step under the choice, measured.
             step: Exchanges done.
 
         """
         method = self.choice.method
-        if method == "none" or dense_ms is None or step_ms < _LOST * dense_ms:
+        if method == "none" or dense_ms is None or step_ms < (1 - policy.min_gain / 2) * dense_ms:
             return self
         reason = f"{method} took {step_ms:.0f} ms a step where dense took {dense_ms:.0f} ms: taken back"
         taken_back = replace(self, lost=self.lost | {method})

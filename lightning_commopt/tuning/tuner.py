@@ -26,7 +26,7 @@ _OWN_BUCKET_MB = 25.0  # DDP's default
 _SETTLE = 2  # steps after a change that are not measured: they allocate
 _VERIFY = 8  # steps over which the gain is measured
 _MOVED = 0.2
-_CALIBRATION = (0.5, 2.0)  # how far the dense steps may correct the probe
+_CALIBRATION = (0.1, 2.0)  # how far the dense steps may correct the probe
 
 
 @dataclass(frozen=True)
@@ -233,6 +233,8 @@ class Tuner:
         self._profile.unwatch()
         if self.state.choice.method == "none":
             self._calibrate(settled)
+        elif self._dense_ms is not None:
+            self._dense_ms = min(self._dense_ms, self._evidence().dense.step_ms)  # the only one measured was the first
         if self._may_win():
             self._probe_codecs()
         chosen = self.state.chosen(self.policy, self._evidence(), self.rounds)
@@ -254,7 +256,7 @@ class Tuner:
             return self.state
         step_ms = _slowest([steps[_SETTLE:] for steps in everyone])
         self.verified_ms, self.verified_now = step_ms, True
-        checked = self.state.gain_measured(self._dense_ms, step_ms, self.rounds)
+        checked = self.state.gain_measured(self.policy, self._dense_ms, step_ms, self.rounds)
         return checked if checked is not self.state else self._within_budget(checked)
 
     def _watched(self) -> AutoState:

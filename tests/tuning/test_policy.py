@@ -145,8 +145,8 @@ def test_int8_at_once_where_the_wire_takes_far_longer() -> None:
 def test_a_lost_choice_is_taken_back_until_the_link_moves() -> None:
     policy, slow = AutoPolicy(), on(100)
     state = AutoState().chosen(policy, slow, 4)
-    assert state.gain_measured(300.0, 100.0, 14) is state
-    lost = state.gain_measured(100.0, 99.0, 14)
+    assert state.gain_measured(policy, 300.0, 100.0, 14) is state
+    lost = state.gain_measured(policy, 100.0, 96.0, 14)
     assert lost.choice == Choice()
     assert "taken back" in lost.decisions[-1].reason
     assert state.choice.method not in [word for word, _, _ in lost.chosen(policy, slow, 60).decisions[-1].predictions]
