@@ -129,6 +129,8 @@ class Plan:
         bucket_numels: Elements in each bucket, in the order in which buckets become ready (:func:`bucket_numels`).
         codec: What the method costs here.
         exact_fraction: Part of the elements that travels exactly.
+        bytes_per_element: Encoded, exact elements included, where that is known better than from the method alone:
+            low rank depends on shapes.
 
     """
 
@@ -136,6 +138,7 @@ class Plan:
     bucket_numels: Sequence[int]
     codec: CodecCost = CodecCost()
     exact_fraction: float = 0.0
+    bytes_per_element: float | None = None
 
 
 @dataclass(frozen=True)
@@ -222,13 +225,11 @@ def bucket_numels(numels: Sequence[int], bucket_mb: float, *, pinned: bool = Tru
 
 def _bucket_cost(numel: int, link: Link, plan: Plan) -> _BucketCost:
     if isinstance(plan.method, Uncompressed):
-        nbytes = 2 * (link.world - 1) / link.world * 4 * numel
+        nbytes = 2 * (link.world - 1) / link.world * numel * (plan.bytes_per_element or 4)
         # gloo and NCCL cut a bucket into pieces that follow one another round the ring
         return _cost([(link.reducer, nbytes, 2 * (link.world - 1))], _codec_ms(plan.codec, numel, 0, 0))
     peers, shard = link.world // link.ranks_per_node, ceil(numel / link.ranks_per_node)
-    exact = 4 * shard * plan.exact_fraction
-    packed = round_up(round(shard * (1 - plan.exact_fraction)), plan.method.alignment)
-    one_way = plan.method.wire_bytes(packed) + exact
+    one_way = shard * plan.bytes_per_element if plan.bytes_per_element is not None else _encoded_bytes(plan, shard)
     travels = []
     if plan.method.summable:
         travels.append((link.route, 2 * (peers - 1) / peers * one_way, 2 * (peers - 1)))
@@ -243,6 +244,12 @@ def _bucket_cost(numel: int, link: Link, plan: Plan) -> _BucketCost:
         size = link.ranks_per_node
         travels.append((link.inside, 2 * (size - 1) / size * 4 * numel, 2))
     return _cost(travels, _codec_ms(plan.codec, numel, encoded * shard, decoded * shard))
+
+
+def _encoded_bytes(plan: Plan, numel: int) -> float:
+    """Return the bytes that so many elements become, by the method alone."""
+    packed = round_up(round(numel * (1 - plan.exact_fraction)), plan.method.alignment)
+    return plan.method.wire_bytes(packed) + 4 * numel * plan.exact_fraction
 
 
 def _codec_ms(codec: CodecCost, numel: int, encoded: float, decoded: float) -> float:
