@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,6 +58,11 @@ class Auto:
     def begin(self) -> None:
         """Begin a fit: with what a checkpoint says is in force, else with DDP's own reducer. Before wrapping."""
         self.tuner, self._pending, self._retired = None, None, None
+        if self._saved and self._saved["in_force"]["method"] not in ("none", *self.policy.methods):
+            rank_zero_warn(
+                f"The checkpoint was written under `{self._saved['in_force']['method']}`, which may not be taken now."
+            )
+            self._saved = None
         choice = Choice(**self._saved["in_force"]) if self._saved else Choice()
         self._put_in_force(choice)
 
@@ -82,7 +88,7 @@ class Auto:
             strategy._control,
             Ways(world, groups.gradients, groups.node),
             strategy.root_device,
-            {name: p for name, p in module.named_parameters() if p.requires_grad},
+            _trainable(module),
             self._observe,
             bucket_mb=fixed,
             free_bytes=lambda: _free_bytes(strategy.root_device),
@@ -97,6 +103,11 @@ class Auto:
         if strategy._log is not None and strategy.root_device.type == "cpu":
             strategy._log.sample_often()
         self.tuner.start()
+
+    def follow(self, module: nn.Module) -> None:
+        """Go on with the parameters that are trainable now."""
+        if self.tuner is not None:
+            self.tuner.follow(_trainable(module))
 
     def _why_blocked(self, module: nn.Module) -> str:
         try:
@@ -223,8 +234,10 @@ class Auto:
             }
 
     def remember(self, checkpoint: Mapping[str, Any]) -> None:
-        """Keep the decisions of a loaded checkpoint until the fit begins."""
-        self._saved = checkpoint.get(KEY)
+        """Keep the decisions of a checkpoint that a fit resumes from."""
+        module = self._strategy.lightning_module
+        fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        self._saved = checkpoint.get(KEY) if fitting else None
 
     def words(self) -> str:
         """Return what was decided and why, for the line that explains."""
@@ -236,6 +249,10 @@ class Auto:
         """Let go of the module."""
         if self.tuner is not None:
             self.tuner.close()
+
+
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def _without_summable(policy: AutoPolicy) -> AutoPolicy:

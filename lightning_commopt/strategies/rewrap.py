@@ -92,3 +92,5 @@ def wrap_again(strategy: "CommOptStrategy", module: Module) -> None:
         strategy._ddp_kwargs = arguments
     strategy._pl_static_graph_delay_done = False
     strategy._register_ddp_hooks()
+    if strategy._auto is not None:
+        strategy._auto.follow(module)

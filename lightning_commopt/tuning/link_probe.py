@@ -150,4 +150,5 @@ def _stolen_ns(control: ControlGroup, way: _Way, channel: Channel) -> float:
         control.barrier()
         attempts.append(computing.lost_s(send) * 1e9 / (count * way.sent(nbytes)))
     everyone = control.all_gather(attempts)
-    return min(sum(attempt) / len(attempt) for attempt in zip(*everyone, strict=True))
+    least: float = min(sum(attempt) / len(attempt) for attempt in zip(*everyone, strict=True))
+    return least
