@@ -8,5 +8,14 @@ if __name__ != "lightning_commopt.callbacks":
 
 from lightning_commopt.callbacks.lr_scaling import LinearLRScaling
 from lightning_commopt.callbacks.monitor import CommMonitor, CommSummary, RankTimes, StepAverages
+from lightning_commopt.callbacks.profiler import CommProfiler, TraceTimes
 
-__all__ = ["CommMonitor", "CommSummary", "LinearLRScaling", "RankTimes", "StepAverages"]
+__all__ = [
+    "CommMonitor",
+    "CommProfiler",
+    "CommSummary",
+    "LinearLRScaling",
+    "RankTimes",
+    "StepAverages",
+    "TraceTimes",
+]

@@ -1,5 +1,6 @@
 """The callback that measures a fit and says what it came to."""
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from lightning_commopt.callbacks.monitor.end_table import print_table
 from lightning_commopt.callbacks.monitor.fit_measurement import FitMeasurement
 from lightning_commopt.callbacks.monitor.sources import is_measurable, source_for
 from lightning_commopt.callbacks.monitor.summary import CommSummary
+from lightning_commopt.callbacks.report import ReportRecording, check_can_report
 
 __all__ = ["CommMonitor"]
 
@@ -53,31 +55,39 @@ class CommMonitor(Callback):
     Args:
         every_n_steps: Optimizer steps between two logs. None: the Trainer's ``log_every_n_steps``.
         table: Whether rank 0 prints the table at the end.
+        report: File that rank 0 writes at the end: one HTML page with what bounds the run, the split of its steps, a
+            time line of a few of them, bytes, error, loss and every number of :attr:`summary`. Needs
+            ``pip install 'lightning-commopt[report]'``. None: no report.
 
     Raises:
-        ValueError: ``every_n_steps`` is below 1.
+        ValueError: ``every_n_steps`` is below 1, or ``report`` is a folder.
+        ModuleNotFoundError: What ``report`` needs is not installed.
 
     Attributes:
         summary: What the last fit came to; None before its end, and after a fit that failed.
 
     """
 
-    def __init__(self, every_n_steps: int | None = None, table: bool = True) -> None:
+    def __init__(self, every_n_steps: int | None = None, table: bool = True, report: str | Path | None = None) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(
                 f"`every_n_steps` must be at least 1 (or None for the Trainer's own), got {every_n_steps}."
             )
         self.every_n_steps = every_n_steps
         self.table = table
+        self.report = None if report is None else Path(report)
+        if self.report is not None:
+            check_can_report(self.report)
         self.summary: CommSummary | None = None
         self._fit: FitMeasurement | None = None
+        self._recording: ReportRecording | None = None
 
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         if stage != "fit":
             return
         self._drop()
-        self.summary = None
+        self.summary = self._recording = None
         if not is_measurable(trainer):
             rank_zero_warn(
                 f"`CommMonitor` cannot measure `{type(trainer.strategy).__name__}` and is not active in this fit. It "
@@ -91,23 +101,37 @@ class CommMonitor(Callback):
         if is_measurable(trainer):
             every_n_steps = self.every_n_steps or trainer.log_every_n_steps
             self._fit = FitMeasurement(trainer, source_for(trainer), every_n_steps)
+            if self.report is not None:
+                self._recording = ReportRecording(self.report, trainer, self._fit)
 
     @override
     def on_train_batch_start(self, *args: Any) -> None:
         if self._fit is not None:
             self._fit.clock.resume()
+        self._note("between")
+
+    @override
+    def on_before_backward(self, *args: Any) -> None:
+        self._note("forward")
 
     @override
     def on_after_backward(self, *args: Any) -> None:
         if self._fit is not None:
             self._fit.source.note_backward()
+        self._note("backward")
 
     @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._fit is not None and (averages := self._fit.batch_done(batch)) is not None:
+        self._note("optimizer")
+        if self._fit is None:
+            return
+        averages = self._fit.batch_done(batch)
+        if averages is not None:
             _log(trainer, averages)
+        if self._recording is not None:
+            self._recording.batch_done(outputs, averages)
 
     @override
     def on_validation_start(self, *args: Any) -> None:
@@ -118,6 +142,8 @@ class CommMonitor(Callback):
     def on_train_end(self, *args: Any) -> None:
         if self._fit is not None:
             self.summary = self._fit.finish()
+            if self._recording is not None:
+                self._recording.finish(self.summary)
             self._fit.source.close()
             self._drop()
 
@@ -133,6 +159,14 @@ class CommMonitor(Callback):
             if isinstance(bar, RichProgressBar):
                 bar.teardown(trainer, pl_module, stage)  # it would draw below the table; a second call does nothing
             print_table(self.summary)
+        if self._recording is not None:
+            self._recording.write()
+            self._recording = None
+
+    def _note(self, phase: str) -> None:
+        """End a piece of the training loop for the time line."""
+        if self._recording is not None:
+            self._recording.steps.note(phase)
 
     def _drop(self) -> None:
         """Forget the running measurement."""

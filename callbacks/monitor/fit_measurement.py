@@ -28,6 +28,10 @@ class FitMeasurement:
         source: Statistics of its strategy.
         every_n_steps: Length of an interval; 0 for none.
 
+    Attributes:
+        measured: Every rank's counters at the end of the warm-up and of the fit, once it has finished.
+        rest: The averages since the last interval, once the fit has finished.
+
     """
 
     def __init__(self, trainer: "pl.Trainer", source: CommSource, every_n_steps: int) -> None:
@@ -68,6 +72,8 @@ class FitMeasurement:
         self.clock.pause()
         last = self._snapshot()
         averages = averages_between(self._first, last) if self._warm else StepAverages()
+        self.measured = (self._first if self._warm else last), last
+        self.rest = averages_between(self._last, last) if self._warm else StepAverages()
         stats = [rank.stats for rank in last]
         world = len(last)
         differs = first_difference(self.trainer.lightning_module, self.source.all_gather) if world > 1 else None

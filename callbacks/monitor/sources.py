@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_commopt.measure import CommStats, ReducerLog
+from lightning_commopt.measure import CommStats, ReducerLog, Timeline
 from lightning_commopt.routes import ControlGroup
 from lightning_commopt.strategies import CommOptStrategy
 
@@ -44,6 +44,9 @@ class CommSource(ABC):
 
     def note_backward(self) -> None:  # noqa: B027 - most sources need no notes
         """Take note that a backward pass has ended."""
+
+    def record(self, timeline: Timeline | None) -> None:  # noqa: B027 - one process exchanges nothing
+        """Let the exchange add its spans to a timeline; None ends that."""
 
     def close(self) -> None:  # noqa: B027 - most sources made nothing
         """Free what was made for the fit."""
@@ -82,6 +85,14 @@ class CommOptSource(CommSource):
     def gather_stats(self) -> list[CommStats]:
         return self._strategy.gather_comm_stats()
 
+    @override
+    def record(self, timeline: Timeline | None) -> None:
+        path, log = self._strategy._path, self._strategy._log
+        if path is not None:
+            path.recorder.timeline = timeline
+        elif log is not None:
+            log.timeline = timeline
+
 
 class ReducerSource(CommSource):
     """DDP's own reducer under Lightning's own strategy.
@@ -117,6 +128,10 @@ class ReducerSource(CommSource):
         self._log.compare_waiting(self._control.all_gather)
         stats = self._log.stats()
         return self._control.all_gather(replace(stats, sent_bytes=0) if self._hooked else stats)
+
+    @override
+    def record(self, timeline: Timeline | None) -> None:
+        self._log.timeline = timeline
 
     @override
     def close(self) -> None:

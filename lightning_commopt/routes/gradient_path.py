@@ -114,7 +114,8 @@ class GradientPath:
 
     def _carry(self, kept: BucketState, bucket: Tensor, present: list[bool], terminate: bool) -> None:
         """Take one bucket from gradients to their mean over ranks, in place."""
-        dense = self._dense_sum(kept, bucket)
+        self.recorder.bucket = number = list(self._buckets.values()).index(kept)
+        dense = self._dense_sum(number, bucket)
         with self.recorder.span("encode"):
             flags = raise_flags(kept, bucket, present, terminate)
             exact = pack_exact(kept, bucket, self.scratch)
@@ -139,12 +140,9 @@ class GradientPath:
             self.mean_check.compare(dense, bucket)
         self._dense_bytes += 2 * (self.world - 1) * bucket.nbytes // self.world
 
-    def _dense_sum(self, kept: BucketState, bucket: Tensor) -> Tensor | None:
-        """Return the dense sum of a bucket whose mean is to be checked."""
-        if self.dense or not self.mean_check.due_in(self.rounds):
-            return None
-        number = next(i for i, other in enumerate(self._buckets.values()) if other is kept)
-        if not self.mean_check.chooses(self.rounds, number, len(self._buckets)):
+    def _dense_sum(self, number: int, bucket: Tensor) -> Tensor | None:
+        """Return the dense sum of the bucket of that number where its mean is to be checked."""
+        if self.dense or not self.mean_check.due(self.rounds, number, len(self._buckets)):
             return None
         dense, sent = self.mean_check.dense_sum(bucket)
         self._promised += sent

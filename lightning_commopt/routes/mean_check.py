@@ -24,13 +24,16 @@ class MeanCheck:
         """Cosine of the last comparison, a 0-d float64 tensor."""
         self._transports = transports
 
-    def due_in(self, round: int) -> bool:
-        """Whether a bucket is to be compared in a round, given the rounds exchanged before."""
-        return bool(self.every and round and round % self.every == 0)
+    def due(self, round: int, bucket: int, buckets: int) -> bool:
+        """Whether a bucket is to be compared in a round: one after the other gets its turn.
 
-    def chooses(self, round: int, bucket: int, buckets: int) -> bool:
-        """Whether it is the turn of the bucket of that number, among so many."""
-        return round // self.every % buckets == bucket
+        Args:
+            round: Rounds exchanged before.
+            bucket: Number of the bucket.
+            buckets: How many there are.
+
+        """
+        return bool(self.every and round and round % self.every == 0 and round // self.every % buckets == bucket)
 
     def dense_sum(self, bucket: Tensor) -> tuple[Tensor, Traffic]:
         """Return the sum of a bucket over ranks, which stays as it is, and the bytes sent for it."""

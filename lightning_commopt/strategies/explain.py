@@ -11,6 +11,11 @@ if TYPE_CHECKING:
 __all__ = ["explain"]
 
 _ROUTES = {OnePhase: "one-phase all-gather", TwoHop: "two-hop", Summed: "all-reduce"}
+_KERNELS = {
+    "torch": "codec in plain torch",
+    "numba": "compiled CPU kernels (numba)",
+    "triton": "compiled GPU kernels (Triton)",
+}
 
 
 def explain(strategy: "CommOptStrategy") -> str:
@@ -34,7 +39,7 @@ def explain(strategy: "CommOptStrategy") -> str:
         route += f", flat since {groups.topology.reason}"
     return (
         f"commopt: {asked}method `{method!r}` is in force on {_ranks(strategy)}{dense}; {route}; "
-        f"{'compiled CPU kernels (numba)' if path.kernels == 'numba' else 'codec in plain torch'}; "
+        f"{_KERNELS[path.kernels]}; "
         f"non-finite gradients: {_nonfinite(strategy)}; "
         f"extra memory about {path.expected_memory_bytes(_largest_bucket(strategy, path)) / 1e6:.1f} MB a rank."
     )

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compression.base import Compression
-from lightning_commopt.compression.kernels.bfloat16 import rounded, widened
-from lightning_commopt.compression.kernels.compiler import compiled, part_of_kernels
 from lightning_commopt.compression.kernels.kernel import Kernel
+from lightning_commopt.compression.kernels.numba.bfloat16 import rounded, widened
+from lightning_commopt.compression.kernels.numba.compiler import compiled, part_of_kernels
+from lightning_commopt.compression.kernels.runs import Run, runs_of
 from lightning_commopt.compression.onebit import OneBit
 
 __all__ = ["kernel_of"]
@@ -24,7 +25,7 @@ _GATHER_BITS = np.uint64(0x0102040810204080)  # see `pack_bits`
 
 @part_of_kernels
 def _spread(factors: Array, run: Array, block: int, size: int, here: Array) -> None:
-    """Write the column factor of each element of a block; 1 outside matrices. ``run``: see :func:`_runs`."""
+    """Write the column factor of each element of a block; 1 outside matrices. ``run``: a ``Run``."""
     first, stop, column, columns, at = run[0], run[2], run[3], run[4], run[5]
     done, count = 0, min(size, stop - block * size) if columns else 0
     column = (column + (block - first) * size) % columns if columns else 0
@@ -93,31 +94,22 @@ def _decode(scales: Array, codes: Array, out: Array, runs: Array, down: Array, a
                     block[i] = signed[i] * restores[i]
 
 
-def _runs(matrices: Sequence[tuple[slice, int, int]], blocks: int, size: int) -> Array:
-    """Return rows of (first block, last block, end of elements, column of the first, columns, first exponent).
-
-    They cover all blocks; 0 columns: outside matrices.
-    """
-    runs, done, at = [], 0, 0
-    for matrix, column, columns in matrices:
-        first, last = matrix.start // size, -(-matrix.stop // size)
-        assert first * size == matrix.start >= done * size, "a block belongs to one parameter"
-        runs += [(done, first, 0, 0, 0, 0), (first, last, matrix.stop, column, columns, at)]
-        done, at = last, at + columns
-    return np.array([*runs, (done, blocks, 0, 0, 0, 0)], np.int64)
+def _table(matrices: Sequence[tuple[slice, int, int]], blocks: int, size: int) -> Array:
+    """Return a row of the fields of each ``Run``."""
+    return np.array(runs_of(matrices, blocks, size), np.int64).reshape(-1, len(Run._fields))
 
 
 def _onebit_encode(
     values: Tensor, scales: Tensor, codes: Tensor, matrices: Sequence[tuple[slice, int, int]], up: Tensor, down: Tensor
 ) -> None:
-    runs = _runs(matrices, *values.shape)
+    runs = _table(matrices, *values.shape)
     _encode(values.numpy(), scales.view(torch.uint16).numpy(), codes.numpy(), runs, up.numpy(), down.numpy())
 
 
 def _onebit_decode(
     scales: Tensor, codes: Tensor, out: Tensor, matrices: Sequence[tuple[slice, int, int]], down: Tensor, add: bool
 ) -> None:
-    runs = _runs(matrices, *out.shape)
+    runs = _table(matrices, *out.shape)
     _decode(scales.view(torch.uint16).numpy(), codes.numpy(), out.numpy(), runs, down.numpy(), add)
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from lightning_commopt.compression.base import Compression
 from lightning_commopt.compression.int4 import Int4
 from lightning_commopt.compression.int8 import Int8
-from lightning_commopt.compression.kernels.bfloat16 import rounded, widened
-from lightning_commopt.compression.kernels.compiler import compiled, part_of_kernels
 from lightning_commopt.compression.kernels.kernel import Kernel
+from lightning_commopt.compression.kernels.numba.bfloat16 import rounded, widened
+from lightning_commopt.compression.kernels.numba.compiler import compiled, part_of_kernels
 
 __all__ = ["kernel_of"]
 
