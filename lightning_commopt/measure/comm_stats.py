@@ -5,6 +5,8 @@ from typing import Any
 
 __all__ = ["CommStats", "Traffic"]
 
+_STATE = ("method", "world_size", "compression_error", "memory_bytes")
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -97,11 +99,24 @@ class CommStats:
         sent = self.sent_bytes - self.promised.inside_node
         return self.dense_bytes / sent if sent else None
 
+    def __add__(self, later: "CommStats") -> "CommStats":
+        """Return both together; the state of things (method, memory, error) is the later one's."""
+        changes: dict[str, Any] = {}
+        for spec in fields(self):
+            if spec.name in _STATE:
+                continue
+            mine, other = getattr(self, spec.name), getattr(later, spec.name)
+            both_unknown = mine is None and other is None
+            changes[spec.name] = (
+                None if both_unknown else other if mine is None else mine if other is None else mine + other
+            )
+        return replace(later, **changes)
+
     def __sub__(self, earlier: "CommStats") -> "CommStats":
         """Return what happened since ``earlier``; the state of things (method, memory, error) is the later one's."""
         changes: dict[str, Any] = {}
         for spec in fields(self):
-            if spec.name in ("method", "world_size", "compression_error", "memory_bytes"):
+            if spec.name in _STATE:
                 continue
             mine, other = getattr(self, spec.name), getattr(earlier, spec.name)
             changes[spec.name] = None if mine is None else mine - (other or type(mine)())

@@ -15,6 +15,7 @@ from lightning_commopt.compression.pending import Parts
 from lightning_commopt.measure import CommStats, Recorder, Traffic, clock_for
 from lightning_commopt.routes.bucket import BucketState, Share, parameters_of
 from lightning_commopt.routes.choose import route_for
+from lightning_commopt.routes.mean_check import MeanCheck
 from lightning_commopt.routes.message import PRESENT, TERMINATE
 from lightning_commopt.routes.node import NodeExchange
 from lightning_commopt.routes.packing import fold_second_hop, gather, unpack
@@ -93,6 +94,9 @@ class GradientPath:
         self._handed_over = 0  # parameters in this round
         self._last_hook: object = None
         self._first_flags: Tensor | None = None  # of this round's first bucket, set on any rank
+        self.mean_check = MeanCheck([self.transport, *([] if self.node is None else [self.node.transport])])
+        self.error_due = False
+        """Whether the compression error of the next round is to be sampled whatever its number."""
 
     # ---- the path -------------------------------------------------------------------------------------------------
 
@@ -114,6 +118,7 @@ class GradientPath:
     def _carry(self, kept: BucketState, bucket: Tensor, known: list[int], number: int) -> Iterator[None]:
         """Take one bucket from gradients to their mean over ranks, in place; yields while messages are on their way."""
         self.recorder.bucket = position = list(self._buckets.values()).index(kept)
+        dense = self._dense_sum(position, bucket)
         with self.recorder.span("encode"):
             residual = kept.first if self.node is None else None
             values, exact, flags = gather(kept, bucket, known, self._scale, self.scratch, residual)
@@ -132,7 +137,17 @@ class GradientPath:
             mean, exact_mean = self.node.all_gather(mean, exact_mean)
         with self.recorder.span("decode"):
             unpack(kept, mean, exact_mean, self._scale, bucket, keep_unused=self._usage is not None)
+        if dense is not None:
+            self.mean_check.compare(dense, bucket)
         self._dense_bytes += 2 * (self.world - 1) * bucket.nbytes // self.world
+
+    def _dense_sum(self, number: int, bucket: Tensor) -> Tensor | None:
+        """Return the dense sum of the bucket of that number where its mean is to be checked."""
+        if self.dense or not self.mean_check.due(self.rounds, number, len(self._buckets)):
+            return None
+        dense, sent = self.mean_check.dense_sum(bucket)
+        self._promised += sent
+        return dense
 
     def _exchange(self, kept: BucketState, parcel: Parcel) -> Iterator[None]:
         """Encode, travel, decode, mean: by the method's route, or densely in the beginning."""
@@ -235,6 +250,7 @@ class GradientPath:
                 f"exchanged. {self._why_not_called()}"
             )
         self.recorder.add("exposed", self._last_hook, end)
+        self.error_due = self.error_due and self.dense
         self.rounds += 1
         assert self._first_flags is not None
         self.termination.round_done(self._first_flags)
@@ -307,7 +323,7 @@ class GradientPath:
 
     @property
     def _samples_error(self) -> bool:
-        return self.rounds % _ERROR_EVERY == 0 and not self.dense
+        return (self.error_due or self.rounds % _ERROR_EVERY == 0) and not self.dense
 
     def state(self) -> dict[str, Parts]:
         """Return this rank's final state: residuals as ``"first"`` and ``"second"``, the method's own by its name."""
@@ -346,6 +362,28 @@ class GradientPath:
         if self._usage is not None:
             self._usage.close()
             self._usage = Usage(self.parameters)
+
+    def flush(self, steps: int = 1) -> None:
+        """Exchange densely until so many further steps are applied: that sends and clears all residuals."""
+        self.start_step = self.applied_steps + steps
+
+    def switch(self, method: Compression) -> None:
+        """Go on with another method, with the same buckets. Call it between steps, on all ranks alike.
+
+        First-hop residuals stay, by name. Second-hop residuals become part of this rank's first-hop residual, once for
+        each owner, since a mean follows. What the new method has no place for is lost: :meth:`flush` before.
+        """
+        self.follow(self.parameters)
+        second, first = self._loaded.pop("second", {}), self._loaded.get("first", {})
+        for name, pieces in second.items():
+            for start, values in pieces:
+                for place, whole in first[name]:
+                    if place <= start < place + len(whole):
+                        whole[start - place : start - place + len(values)].add_(values, alpha=self.transport.world)
+        self._loaded = {"first": first}
+        self.method = method
+        self.kernels = kernels.prepare(method, self.device)
+        self.route = route_for(method, self.transport, self.scratch, self.recorder)
 
     def stats(self) -> CommStats:
         """Return the sums so far."""
