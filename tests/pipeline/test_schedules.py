@@ -7,14 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_commopt.pipeline import Action, Kind, Schedule, gpipe, one_f_one_b
-
-BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    stages, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 12))
-    return draw(st.sampled_from([gpipe, one_f_one_b]))(stages, microbatches)
+from tests.pipeline.families import schedules
 
 
 def most_in_flight(actions: tuple[Action, ...]) -> int:
