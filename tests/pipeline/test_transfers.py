@@ -13,17 +13,24 @@ from lightning_commopt.pipeline import (
     Operation,
     Receive,
     Schedule,
+    ScheduleName,
     Send,
     check_rendezvous,
     lower,
     one_f_one_b,
 )
 from lightning_commopt.pipeline.messages import incoming
-from tests.pipeline.families import schedules
+from tests.pipeline.families import FAMILIES, every_size, schedules
+
+
+@pytest.mark.parametrize(("name", "per_rank"), FAMILIES)
+def test_blocking_operations_finish(name: ScheduleName, per_rank: int | None) -> None:
+    for schedule in every_size(name, per_rank):
+        check_rendezvous(schedule.placement, lower(schedule))
 
 
 @given(schedules())
-def test_blocking_operations_finish(schedule: Schedule) -> None:
+def test_the_actions_are_those_of_the_schedule(schedule: Schedule) -> None:
     operations = lower(schedule)
     check_rendezvous(schedule.placement, operations)
     for actions, full in zip(schedule.actions, operations, strict=True):
