@@ -1,20 +1,15 @@
 """What must hold of every schedule."""
 
+import re
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_commopt.pipeline import Action, Kind, Schedule, gpipe, one_f_one_b
-
-BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    stages, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 12))
-    return draw(st.sampled_from([gpipe, one_f_one_b]))(stages, microbatches)
+from lightning_commopt.pipeline import Action, Kind, Schedule, gpipe, one_f_one_b, schedule_named, zero_bubble_v
+from tests.pipeline.families import schedules
 
 
 def most_in_flight(actions: tuple[Action, ...]) -> int:
@@ -58,7 +53,23 @@ def test_memory_of_one_f_one_b(stages: int, microbatches: int) -> None:
     assert {most_in_flight(actions) for actions in gpipe(stages, microbatches).actions} == {microbatches}
 
 
-@pytest.mark.parametrize("sizes", [(0, 4), (2, 0)])
-def test_sizes_below_one_are_refused(sizes: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
-        gpipe(*sizes)
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_memory_of_zero_bubble_v(ranks: int, microbatches: int) -> None:
+    for actions in zero_bubble_v(ranks, microbatches).actions:
+        assert most_in_flight(actions) <= 2 * min(ranks, microbatches)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1f1b", 0, 4), "`stages=0` must be at least 1"),
+        (("zbv", 2, 0), "`microbatches=0` must be at least 1"),
+        (("2f2b", 2, 4), "`schedule='2f2b'` must be one of 'gpipe', '1f1b', 'interleaved', 'zbv'"),
+        (("1f1b", 2, 4, 2), "`stages_per_rank=2`: `1f1b` has 1; only `interleaved` takes"),
+        (("zbv", 2, 4, 3), "`stages_per_rank=3`: `zbv` has 2"),
+        (("interleaved", 2, 4, 1), "`stages_per_rank=1`: `interleaved` needs at least 2; `1f1b` has 1"),
+    ],
+)
+def test_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        schedule_named(*arguments)
