@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class DeferredWeights:
         """
         for layer in module.modules():
             if (type(layer) is nn.Linear or is_conv1d(layer)) and "forward" not in vars(layer):
-                layer.forward = self._forward_of(layer)
+                layer.forward = MethodType(self._forward, layer)  # a copy of the layer has a method of its own
                 self._installed.append(layer)
 
     def remove(self) -> None:
@@ -95,9 +96,8 @@ class DeferredWeights:
         """Keep what the gradient of a weight needs: inputs [..., in] and gradients of outputs [..., out]."""
         self._pending.append(_Pending(weight, inputs, grad_output, transposed))
 
-    def _forward_of(self, layer: Any) -> Callable[[Tensor], Tensor]:
-        transposed = is_conv1d(layer)
-        return lambda inputs: self.linear(inputs, layer.weight, layer.bias, transposed=transposed)
+    def _forward(self, layer: Any, inputs: Tensor) -> Tensor:
+        return self.linear(inputs, layer.weight, layer.bias, transposed=is_conv1d(layer))
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
