@@ -62,9 +62,7 @@ class Dataflow(TorchFunctionMode):
 
     def parameters_of(self, values: Iterable[Any]) -> set[str]:
         """Return the parameters that values take which no block made."""
-        return {
-            name for v in values if isinstance(v, Tensor) and self.origin_of(v) is None for name in self._need(v)
-        }
+        return {name for v in values if isinstance(v, Tensor) and self.origin_of(v) is None for name in self._need(v)}
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether it is a parameter."""

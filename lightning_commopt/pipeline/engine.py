@@ -86,7 +86,8 @@ class Engine:
         self.partition: Partition | None = None
         self.plan: Plan | None = None
         self.first_trace: Trace | None = None
-        self.state_owner: dict[str, int] = {}
+        self._position: Position | None = None
+        self._state_owner: dict[str, int] = {}
 
     @property
     def last_rank(self) -> int:
@@ -97,6 +98,20 @@ class Engine:
     def is_last(self) -> bool:
         """Whether steps end on this rank."""
         return self.rank == self.last_rank
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step of the user is running."""
+        return self._position is not None and self._position.run is not None
+
+    def state_owners(self) -> dict[str, int]:
+        """Return the stage whose value of each entry of the state dict counts."""
+        if self._state_owner:
+            return self._state_owner
+        assert self.partition is not None
+        assert self.first_trace is not None
+        owners = {name: (self.partition.plan_stage(name),) for name in self.partition.shapes}
+        return state_owners(self.partition.state_keys, self.partition.plan, self.first_trace, owners)
 
     # ---- taking apart ---------------------------------------------------------------------------------------------
 
@@ -109,7 +124,7 @@ class Engine:
         self.plan = choose_cuts(trace, self.blocks, len(self.placement), self.options.cuts, costs)
         self.first_trace = trace
         stages = [stage for stage, rank in enumerate(self.placement) if rank == self.rank]
-        position = Position(self.plan, self.device)
+        position = self._position = Position(self.plan, self.device)
         if self._splits_backward:
             self.deferred.install(module)
         self.partition = Partition(module, position, stages)
@@ -130,7 +145,7 @@ class Engine:
         self.first_trace = trace
         with self.partition.whole():
             owners = owners_of(self.module, self.plan, trace)
-            self.state_owner = state_owners(self.module, self.plan, trace, owners)
+            self._state_owner = state_owners(self.partition.state_keys, self.plan, trace, owners)
         for cut in self.plan.cuts:
             if cut in trace.uncuttable:
                 raise PipelineError(
@@ -166,7 +181,7 @@ class Engine:
             Gradients that parameters had before stay as they are.
 
         """
-        self._check_unchanged()
+        self.check_unchanged()
         parts = split_batch(batch, self.options.microbatches)
         recorder = StepRecorder(self.module, parts, scale, self.options.summed)
         schedule = self.options.schedule_of(self.ranks, len(parts))
@@ -249,7 +264,13 @@ class Engine:
     def _flags(self) -> list[bool]:
         return [p.requires_grad for p in self.module.parameters()]
 
-    def _check_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
+        """Refuse parameters that were frozen or unfrozen since the model was cut.
+
+        Raises:
+            PipelineError: Some were.
+
+        """
         if self._flags() != self._trainable_flags:
             raise PipelineError(
                 "Parameters were frozen or unfrozen after the first batch, which a pipeline cannot follow: do it before "

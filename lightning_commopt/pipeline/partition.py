@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_commopt.pipeline.plan import Plan
+from lightning_commopt.pipeline.plan import Plan, block_of_parameters
 from lightning_commopt.pipeline.slicing import Absent, Position
 from lightning_commopt.pipeline.trace import Shape
 
@@ -34,6 +34,7 @@ class Partition:
         self.shapes = {name: Shape.of(p) for name, p in named.items()}
         self.state_keys = tuple(module.state_dict())
         self.owners: dict[str, tuple[int, ...]] = {}
+        self._in_block = block_of_parameters(module, self.plan.blocks)
         self._blocks = [module.get_submodule(name) for name in self.plan.blocks]
         self._absent: dict[int, Absent] = {}
         self._dummies: dict[str, tuple[nn.Module, str, nn.Parameter]] = {}
@@ -54,6 +55,12 @@ class Partition:
                 seen.add(id(parameter))
                 owned[name] = parameter
         return owned
+
+    def plan_stage(self, name: str) -> int:
+        """Return the stage whose values of a parameter count, the first of those that need it."""
+        if name in self.owners:
+            return self.owners[name][0]
+        return self.plan.stage_of(self._in_block.get(name, 0))
 
     def place_blocks(self, device: torch.device) -> None:
         """Put stubs in the place of other ranks' blocks, and move what stays to the device."""

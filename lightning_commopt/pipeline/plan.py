@@ -111,11 +111,11 @@ def owners_of(module: nn.Module, plan: Plan, trace: Trace) -> dict[str, tuple[in
 
 
 def state_owners(
-    module: nn.Module, plan: Plan, trace: Trace, owners: Mapping[str, tuple[int, ...]]
+    keys: Sequence[str], plan: Plan, trace: Trace, owners: Mapping[str, tuple[int, ...]]
 ) -> dict[str, int]:
     """Return the stage whose value of each entry of the state dict counts."""
     result = {}
-    for key in module.state_dict():
+    for key in keys:
         if key in owners:
             result[key] = owners[key][0]
             continue
