@@ -1,7 +1,6 @@
-"""The bubble of every schedule, measured against theory and the simulator.
+"""The bubble of every schedule, measured against theory and the simulator, and the memory of a rank.
 
-python -m benchmarks.pipeline            # about two minutes
-python -m benchmarks.pipeline --report   # the table of the last results
+`python -m benchmarks.pipeline` takes about three minutes; `--report` prints the tables of the last results.
 """
 
 import argparse
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.pipeline.memory import train
 from benchmarks.pipeline.sleeping import FORWARD, Timing, time_schedules
 from lightning_commopt.pipeline import ideal_bubble, peak_activations, schedule_named
 from lightning_commopt.pipeline.measured import MeasuredStep
@@ -22,6 +22,8 @@ RESULTS = Path(__file__).parents[1] / "results" / "pipeline.json"
 RANKS = (2, 4)
 MICROBATCHES = (4, 8, 16)
 STEPS = 5
+FITS = ((1, 8, "none"), (2, 8, "gpipe"), (2, 8, "1f1b"), (4, 16, "gpipe"), (4, 16, "1f1b"), (4, 16, "zbv"))
+"""Of which memory is measured: ranks, microbatches, schedule."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,38 @@ def row_of(ranks: int, timings: Sequence[Timing]) -> Row:
     )
 
 
-def measure() -> Iterator[Row]:
+@dataclass(frozen=True)
+class MemoryRow:
+    """A fit on some ranks; MB of the rank that held most."""
+
+    ranks: int
+    microbatches: int
+    schedule: str
+    tensors: float
+    peak: float
+
+
+def measure(pool: WorkerPool) -> Iterator[Row]:
     """Time all schedules."""
-    pool = WorkerPool(max(RANKS))
-    try:
-        for ranks in RANKS:
-            by_rank = pool.run(time_schedules, ranks, MICROBATCHES, STEPS, timeout=300)
-            yield from (row_of(ranks, timings) for timings in zip(*by_rank, strict=True))
-    finally:
-        pool.close()
+    for ranks in RANKS:
+        by_rank = pool.run(time_schedules, ranks, MICROBATCHES, STEPS, timeout=300)
+        yield from (row_of(ranks, timings) for timings in zip(*by_rank, strict=True))
+
+
+def measure_memory(pool: WorkerPool) -> Iterator[MemoryRow]:
+    """Fit a model on one process, and on several."""
+    for ranks, microbatches, schedule in FITS:
+        held = pool.run(train, ranks, ranks, microbatches, schedule, timeout=120)
+        peak = max(rank.peak for rank in held)
+        yield MemoryRow(ranks, microbatches, schedule, max(rank.tensors for rank in held), peak)
+
+
+def memory_table(rows: Sequence[MemoryRow]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown."""
+    yield "| ranks | microbatches | schedule | tensors, MB | peak growth, MB |"
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        yield f"| {row.ranks} | {row.microbatches} | {row.schedule} | {row.tensors:.0f} | {row.peak:.0f} |"
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
@@ -103,11 +128,18 @@ def main() -> None:
     if not parser.parse_args().report:
         load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
         machine = {"cores": os.cpu_count(), "load": load, "date": time.strftime("%Y-%m-%d %H:%M %Z")}
-        rows = [asdict(row) for row in measure()]
-        RESULTS.write_text(json.dumps({"machine": machine, "forward": FORWARD, "steps": STEPS, "rows": rows}, indent=1))
+        pool = WorkerPool(max(RANKS))
+        try:
+            rows = [asdict(row) for row in measure(pool)]
+            memory = [asdict(row) for row in measure_memory(pool)]
+        finally:
+            pool.close()
+        settings = {"machine": machine, "forward": FORWARD, "steps": STEPS}
+        RESULTS.write_text(json.dumps({**settings, "rows": rows, "memory": memory}, indent=1))
     results = json.loads(RESULTS.read_text())
     print(results["machine"])
     print("\n".join(table([Row(**row) for row in results["rows"]])))
+    print("\n".join(memory_table([MemoryRow(**row) for row in results["memory"]])))
 
 
 if __name__ == "__main__":
