@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_commopt.pipeline.actions import Kind, Schedule
-from lightning_commopt.pipeline.deferred import DeferredWeights
+from lightning_commopt.pipeline.deferred_linear import DeferredWeights
 from lightning_commopt.pipeline.errors import PipelineError
 from lightning_commopt.pipeline.microbatches import Microbatch, signature, split_batch
 from lightning_commopt.pipeline.named import ScheduleName, schedule_named
