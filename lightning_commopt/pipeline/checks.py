@@ -9,19 +9,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_commopt.pipeline.errors import PipelineError
 
-__all__ = ["check_module", "check_optimizers", "check_trainer", "once"]
-
-
-def check_trainer(trainer: "pl.Trainer") -> None:
-    """Refuse ways of training that a pipeline has no place for.
-
-    Raises:
-        PipelineError: Saying what to do instead.
-
-    """
-    connector = trainer._accelerator_connector
-    if connector.sync_batchnorm:
-        raise PipelineError("`sync_batchnorm=True`: batch norms of a pipeline see microbatches. Leave it out.")
+__all__ = ["check_module", "check_optimizers", "once"]
 
 
 def check_module(module: "pl.LightningModule", *, fitting: bool) -> None:

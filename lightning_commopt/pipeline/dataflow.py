@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
@@ -74,9 +75,10 @@ class Dataflow(TorchFunctionMode):
 
     def replaced(self, tensor: Tensor) -> Tensor:
         """Return what stands for a tensor on the other side of a cut; it may be changed in place."""
-        leaf = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        with torch._C.DisableTorchFunction():
+            leaf = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            inner = leaf.clone()
         self._mark(leaf, self._block)
-        inner = leaf.clone()
         self._mark(inner, self._block)
         return inner
 
@@ -99,7 +101,7 @@ class Dataflow(TorchFunctionMode):
         needs = _NOTHING.union(*(self._need(t) for t in inputs if self.origin_of(t) is None))
         for origin in origins:
             if origin < self._block:
-                where = "in" if self._inside else "after the end"
+                where = "inside" if self._inside else "after the end"
                 self.skips.append((origin, self._block, where))
         if origins or self._inside:
             self.used.setdefault(self._block, set()).update(needs)
@@ -121,8 +123,10 @@ class Dataflow(TorchFunctionMode):
 
     def _from_graph(self, tensor: Tensor) -> int | None:
         """Find what a tensor depends on that came out of a function which is opaque here, such as a custom one."""
-        origin, names, seen = None, set(), set()
-        todo = [tensor.grad_fn]
+        origin: int | None = None
+        names: set[str] = set()
+        seen: set[Any] = set()
+        todo: list[Any] = [tensor.grad_fn]
         while todo:
             node = todo.pop()
             if node is None or node in seen:

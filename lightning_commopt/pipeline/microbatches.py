@@ -103,10 +103,10 @@ def _cut(value: Any, where: slice, rows: int) -> Any:
         items = [_cut(item, where, rows) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        part = copy.copy(value)
+        replaced = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(part, field.name, _cut(getattr(value, field.name), where, rows))
-        return part
+            object.__setattr__(replaced, field.name, _cut(getattr(value, field.name), where, rows))
+        return replaced
     return value
 
 

@@ -161,7 +161,7 @@ class Partition:
             return forward(*args, **kwargs)
 
         had = block.__dict__.get("forward")
-        block.forward = guarded  # type: ignore[method-assign]
+        block.forward = guarded
         self._undo.append(lambda: block.__dict__.pop("forward") if had is None else block.__dict__.update(forward=had))
 
     def _set_blocks(self, blocks: Mapping[int, nn.Module]) -> None:

@@ -70,7 +70,7 @@ def choose_cuts(
     if len(starts) < stages:
         reason = f": {next(iter(trace.uncuttable.values()))}" if trace.uncuttable else ""
         raise PipelineError(
-            f"{stages} stages need {stages - 1} cuts, and between the {len(blocks)} blocks there are only "
+            f"{stages} stages need as many cuts less one, and between the {len(blocks)} blocks there are only "
             f"{len(starts) - 1} places for one{reason}. Take fewer `stages`, or name other `blocks`."
         )
     ends = [*starts[1:], len(blocks)]

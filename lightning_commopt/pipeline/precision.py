@@ -48,7 +48,7 @@ class StagedPrecision:
     def close(self) -> None:
         """Give the plugin its own methods back."""
         vars(self._plugin).pop("clip_grad_by_norm", None)
-        staged = getattr(self._plugin, "scaler", None)
+        staged: Any = getattr(self._plugin, "scaler", None)
         if self._scaler is not None and staged is not self._scaler:
             self._scaler.load_state_dict(staged.state_dict())
             self._plugin.scaler = self._scaler

@@ -44,6 +44,8 @@ class _Calls:
     metric: str | None
     values: dict[int, Any] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
+    given: dict[int, Any] = field(default_factory=dict)
+    is_loss: bool = False
 
 
 class StepRecorder:
@@ -81,6 +83,8 @@ class StepRecorder:
         if self._scale is None:
             return None
         loss = output.get("loss") if isinstance(output, dict) else output
+        for calls in self._calls.values():
+            calls.is_loss |= calls.given.pop(microbatch, None) is loss
         if not isinstance(loss, Tensor):
             raise PipelineError(
                 f"`training_step` returned `{type(output).__name__}` without a loss: return a loss for every "
@@ -106,6 +110,7 @@ class StepRecorder:
         calls = self._calls.setdefault(name, _Calls(arguments, metric))
         if isinstance(value, Metric):
             value = value._forward_cache
+        calls.given[microbatch] = value
         calls.values[microbatch] = value.detach().clone() if isinstance(value, Tensor) else value
         calls.rows[microbatch] = arguments.get("batch_size") or self._parts[microbatch].rows
 
@@ -118,7 +123,7 @@ class StepRecorder:
             return None, options
         stacked = torch.stack([torch.as_tensor(value).double() for value in values])
         how = options.get("reduce_fx", "mean")
-        if how in _SUMS:
+        if how in _SUMS or (self._summed and calls.is_loss):
             merged = stacked.sum(0)
         elif how in _MAXIMA:
             merged = stacked.amax(0)

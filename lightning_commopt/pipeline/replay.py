@@ -24,7 +24,7 @@ def replay(
         factor: With which backward is expected to be called; it makes no multiplication then.
 
     """
-    proxy: Tensor = _Replay.apply(loss, list(gradients), factor, *parameters)
+    proxy: Tensor = _Replay.apply(loss, list(gradients), factor, *parameters)  # type: ignore[no-untyped-call]
     return proxy
 
 
@@ -35,7 +35,7 @@ class _Replay(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("The loss of a pipeline step can run backward once only.")

@@ -47,7 +47,7 @@ class _Boundary(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.contiguous()
 
 
@@ -230,12 +230,14 @@ class Slices:
 
 
 def _enter(tensor: Tensor) -> Tensor:
-    return _Boundary.apply(tensor) if tensor.requires_grad else tensor
+    if not tensor.requires_grad:
+        return tensor
+    entered: Tensor = _Boundary.apply(tensor)  # type: ignore[no-untyped-call]
+    return entered
 
 
 def _leave(tensor: Tensor) -> Tensor:
-    tensor = tensor.contiguous()
-    return _Boundary.apply(tensor) if tensor.requires_grad else tensor
+    return _enter(tensor.contiguous())
 
 
 def _nan(shape: Shape, device: torch.device) -> Tensor:

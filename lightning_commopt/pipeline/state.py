@@ -58,10 +58,7 @@ def broadcast_tensor(
         control: The ranks of the pipeline.
 
     """
-    if mine is None:
-        value = torch.empty(tuple(shape), dtype=dtype)
-    else:
-        value = mine.detach().to("cpu").contiguous()
+    value = torch.empty(tuple(shape), dtype=dtype) if mine is None else mine.detach().cpu().contiguous()
     dist.broadcast(value, group=control.group, group_src=owner)
     return value
 

@@ -27,7 +27,8 @@ class ControlGroup:
     """
 
     def __init__(self, timeout: timedelta | None = None, parts: Sequence[Sequence[int]] | None = None) -> None:
-        groups = [dist.new_group(part, backend="gloo", timeout=timeout) for part in parts or [None]]
+        chosen: Sequence[Sequence[int] | None] = parts or [None]
+        groups = [dist.new_group(part, backend="gloo", timeout=timeout) for part in chosen]
         self.group = next(group for group in groups if dist.get_rank(group) >= 0)
         self.rank = dist.get_rank(self.group)
         self.world = dist.get_world_size(self.group)

@@ -25,7 +25,7 @@ from lightning_commopt.failure.phase import Phase
 from lightning_commopt.measure import CommStats
 from lightning_commopt.pipeline.agreement import BatchAgreement, DifferentBatches
 from lightning_commopt.pipeline.blocks import find_blocks
-from lightning_commopt.pipeline.checks import check_module, check_optimizers, check_trainer, once
+from lightning_commopt.pipeline.checks import check_module, check_optimizers, once
 from lightning_commopt.pipeline.engine import Engine, EngineOptions
 from lightning_commopt.pipeline.errors import PipelineError
 from lightning_commopt.pipeline.groups import PipelineGroups, SharedGroups
@@ -187,7 +187,8 @@ class CommOptPipelineStrategy(CommOptStrategy):
             self._path = self._steps = self._log = None
             self._optimizer_names = None
         self._engine, self._settled = None, False
-        check_trainer(trainer)
+        if self._layer_sync is not None:
+            raise PipelineError("`sync_batchnorm=True`: batch norms of a pipeline see microbatches. Leave it out.")
         check_module(module, fitting=fitting)
         self._blocks = find_blocks(module, self.blocks)
         stages = len(schedule_named(self.schedule, self.ranks_per_pipeline, 1, self.stages_per_rank).placement)
@@ -301,7 +302,8 @@ class CommOptPipelineStrategy(CommOptStrategy):
         """Let DDP exchange gradients between replicas of a stage."""
         module = self.lightning_module
         assert module is not None
-        without = [stage for stage, trains in enumerate(self._control.all_gather(bool(engine.trainable))) if not trains]
+        trains = self._control.all_gather(bool(engine.trainable))
+        without = [rank for rank, any_here in enumerate(trains) if not any_here]
         if without and self._exchanges:
             raise PipelineError(
                 f"No parameter on rank(s) {without} is trainable, and method `{self.compression.name}` has nothing to "
@@ -352,9 +354,7 @@ class CommOptPipelineStrategy(CommOptStrategy):
                 f"`microbatches={self._microbatches}` is less than {_MICROBATCHES_PER_STAGE} a stage, and stages will "
                 f"wait. Predicted bubble by microbatches: {choices}."
             )
-        whole = sum(
-            {id(p): s.nbytes for p, s in zip(partition.parameters.values(), partition.shapes.values())}.values()
-        )
+        whole = sum({identities[name]: shape.nbytes for name, shape in partition.shapes.items()}.values())
         held = self._microbatches * sum(r.activation_bytes for r in reports)
         self._say_if_small(4 * whole + held)
 
@@ -395,7 +395,7 @@ class CommOptPipelineStrategy(CommOptStrategy):
 
     def _step(self, batch: Any, *extra: Any) -> Any:
         """Run all microbatches forwards and backwards, and return a loss that gives gradients when asked."""
-        module, engine, grid = self.lightning_module, self._engine, self._groups_of_pipeline
+        module, engine = self.lightning_module, self._engine
         assert module is not None
         assert engine is not None
         assert self._staged_precision is not None

@@ -64,7 +64,9 @@ class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     @override
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -212,12 +214,13 @@ def alone(model: pl.LightningModule, data: Sequence[Sequence[Any]], *, accumulat
     optimizer, scheduler = (
         (made["optimizer"], made["lr_scheduler"]["scheduler"]) if isinstance(made, dict) else (made, None)
     )
-    for index, at_once in enumerate(zip(*data, strict=True)):
+    steps = list(zip(*data, strict=True))
+    for index, at_once in enumerate(steps):
         for batch in at_once:
             loss = model.training_step(batch, index)
             assert isinstance(loss, Tensor)
             (loss / len(at_once) / accumulate).backward()
-        if (index + 1) % accumulate == 0:
+        if (index + 1) % accumulate == 0 or index + 1 == len(steps):
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
