@@ -135,8 +135,8 @@ def unpack(
     """
     if packing := kernels.packing_for(mean, exact_mean, bucket):
         arrays = (t.numpy() for t in (mean, exact_mean, kept.flags_any, bucket))
-        factor = 1.0 if scale is None else float(scale)
-        packing.scatter(*arrays, kept.table, PRESENT * keep_unused, NONFINITE, factor)
+        units = 1.0 if scale is None else float(scale)
+        packing.scatter(*arrays, kept.table, PRESENT * keep_unused, NONFINITE, units)
         return
     present = (kept.flags_any & PRESENT) != 0
     finite = torch.where((kept.flags_any & NONFINITE) != 0, torch.nan, 1.0)

@@ -102,8 +102,6 @@ def _measure(values: Array, matrices: Array, tile: int, sizes: Array, largest: A
     at, work = 0, np.empty(tile, np.float32)
     for m in range(len(matrices)):
         start, stop, column, columns = matrices[m]
-        if columns > len(work):
-            work = np.empty(columns, np.float32)
         size = sizes[at : at + columns]
         size[:] = _NONE
         while start < stop:
@@ -111,18 +109,26 @@ def _measure(values: Array, matrices: Array, tile: int, sizes: Array, largest: A
             if count == columns:  # whole rows, as many as a tile holds
                 count *= min(max(1, tile // columns), (stop - start) // columns)
             some = values[start : start + count]
-            for i in range(count):
-                work[i] = abs(some[i])
-            rows = count // columns
-            while rows > 1:
+            part, rows = size[column : column + min(count, columns)], count // columns
+            if rows > 1:
                 half = (rows + 1) // 2
-                early, late = work[: (rows - half) * columns], work[half * columns : rows * columns]
+                late = some[half * columns :]
                 for i in range(len(late)):
-                    early[i] += late[i]
+                    work[i] = abs(some[i]) + abs(late[i])
+                for i in range(len(late), half * columns):
+                    work[i] = abs(some[i])
                 rows = half
-            part = size[column : column + min(count, columns)]
-            for i in range(len(part)):
-                part[i] += work[i]
+                while rows > 1:
+                    half = (rows + 1) // 2
+                    early, late = work[: (rows - half) * columns], work[half * columns : rows * columns]
+                    for i in range(len(late)):
+                        early[i] += late[i]
+                    rows = half
+                for i in range(columns):
+                    part[i] += work[i]
+            else:
+                for i in range(len(part)):
+                    part[i] += abs(some[i])
             start, column = start + count, 0
         most = _NONE
         for i in range(columns):
