@@ -45,6 +45,7 @@ KEYS = {
     "commopt/sent_header_mb_per_step",
     "commopt/sent_inside_node_mb_per_step",
     "commopt/compression_ratio",
+    "commopt/cpu_busy_cores",
 }
 
 
@@ -462,6 +463,22 @@ def test_clock_leaves_out_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.add_samples(None)
     second = clock.close_step(2) - first
     assert (second.steps, second.seconds, second.barrier_seconds, second.samples) == (2, 1.0, 0.0, None)
+
+
+def test_processor_time_is_counted_with_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"perf_counter": 0.0, "process_time": 0.0}
+    for name in now:
+        monkeypatch.setattr(time, name, lambda name=name: now[name])
+    clock = StepClock()
+    clock.resume()
+    now |= {"perf_counter": 1.0, "process_time": 1.5}
+    with clock.paused():
+        now |= {"perf_counter": 3.0, "process_time": 5.0}
+    first = clock.close_step()
+    assert (first.seconds, first.cpu_seconds) == (1.0, 1.5)
+    now |= {"perf_counter": 5.0, "process_time": 6.0}
+    second = clock.close_step() - first
+    assert (second.seconds, second.cpu_seconds) == (2.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,10 @@ def test_all_cards_but_loopback_are_added(tmp_path: Path) -> None:
 
 
 class Nvml(SimpleNamespace):
-    """NVML with one GPU that is half busy; bytes over the bus only where `pcie`."""
+    """NVML with one GPU that is half busy; bytes over bus and links only where `pcie`."""
 
     NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1
+    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 138, 139
 
     def __init__(self, pcie: bool = True) -> None:
         super().__init__(pcie=pcie, asked=[])
@@ -58,6 +59,11 @@ class Nvml(SimpleNamespace):
             raise RuntimeError("not supported")
         return 1000 * (1 + direction)
 
+    def nvmlDeviceGetFieldValues(self, handle: str, fields: list[tuple[int, int]]) -> list[Any]:
+        assert {scope for _, scope in fields} == {0xFFFFFFFF}
+        not_supported = 0 if self.pcie else 3
+        return [SimpleNamespace(nvmlReturn=not_supported, value=SimpleNamespace(ullVal=field)) for field, _ in fields]
+
 
 @pytest.mark.parametrize("pcie", [True, False])
 def test_a_gpu_is_sampled_in_its_own_thread(pcie: bool) -> None:
@@ -71,15 +77,33 @@ def test_a_gpu_is_sampled_in_its_own_thread(pcie: bool) -> None:
     assert read.gpu_busy_ratio == pytest.approx(0.5)
     assert read.gpu_memory_mb == 3.0
     assert read.gpu_pcie_mb_per_s == (pytest.approx(3.0) if pcie else None)
+    assert read.nvlink_bytes == (1024 * (138 + 139) if pcie else None)
     assert "lightning_commopt gpu" not in {thread.name for thread in threading.enumerate()}
 
 
+def gone(*args: Any) -> Any:
+    """What a driver answers that went away."""
+    raise RuntimeError("planted")
+
+
 def test_a_driver_that_goes_away_ends_sampling() -> None:
-    nvml = Nvml()
-    nvml.nvmlDeviceGetUtilizationRates = lambda handle: 1 / 0
+    nvml = Nvml(pcie=False)
+    nvml.nvmlDeviceGetUtilizationRates = nvml.nvmlDeviceGetMemoryInfo = gone
     sampler = GpuSampler(nvml, "handle", period_s=0.001)
     sampler._thread.join(timeout=20)
     assert not sampler._thread.is_alive()
+    assert sampler.read().gpu_busy_ratio is None
+
+
+def test_a_slice_of_a_gpu_tells_its_memory_but_no_utilisation() -> None:
+    nvml = Nvml(pcie=False)
+    nvml.nvmlDeviceGetUtilizationRates = gone
+    sampler = GpuSampler(nvml, "handle", period_s=0.001)
+    deadline = time.monotonic() + 20
+    while sampler.read().gpu_memory_mb is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    sampler.close()
+    assert sampler.read().gpu_memory_mb == 3.0
     assert sampler.read().gpu_busy_ratio is None
 
 
@@ -100,11 +124,13 @@ def test_no_gpu_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_differences() -> None:
-    earlier = HostCounters(2, 1.0, 4.0, 100.0, NetworkBytes(10, 20))
-    later = HostCounters(6, 4.0, 12.0, 200.0, NetworkBytes(15, 40))
+    earlier = HostCounters(2, 1.0, 4.0, 100.0, 5e6, NetworkBytes(10, 20))
+    later = HostCounters(6, 4.0, 12.0, 200.0, 8e6, NetworkBytes(15, 40))
     between = later - earlier
     assert between.gpu_busy_ratio == pytest.approx(0.75)
     assert between.gpu_pcie_mb_per_s == pytest.approx(2.0)
     assert between.gpu_memory_mb == 200.0
+    assert between.nvlink_bytes == 3e6
+    assert (later - HostCounters()).nvlink_bytes is None
     assert between.network == NetworkBytes(5, 20)
     assert (later - HostCounters()).network is None

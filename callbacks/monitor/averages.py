@@ -35,6 +35,8 @@ _LOGGED = (
     "gpu_busy_ratio",
     "gpu_memory_mb",
     "gpu_pcie_mb_per_s",
+    "gpu_nvlink_mb_per_step",
+    "cpu_busy_cores",
     "host_network_sent_mb_per_step",
     "host_network_received_mb_per_step",
 )
@@ -107,6 +109,10 @@ class StepAverages:
         gpu_busy_ratio: Part of the time in which the GPU ran a kernel (NVML's utilisation), mean over ranks.
         gpu_memory_mb: Memory in use on the fullest GPU, of all processes there.
         gpu_pcie_mb_per_s: MB a second over PCIe in both directions, mean over ranks and samples.
+        gpu_nvlink_mb_per_step: MB in a step over the NVLinks of a GPU in both directions, whoever sent them, mean over
+            ranks.
+        cpu_busy_cores: Cores that a rank's own process keeps busy: processor time of all its threads over the time of
+            its steps. Mean over ranks.
         host_network_sent_mb_per_step: MB in a step that the network cards of rank 0's whole host sent, whoever sent
             them; loopback left out.
         host_network_received_mb_per_step: Those that they received.
@@ -133,6 +139,8 @@ class StepAverages:
     gpu_busy_ratio: float | None = None
     gpu_memory_mb: float | None = None
     gpu_pcie_mb_per_s: float | None = None
+    gpu_nvlink_mb_per_step: float | None = None
+    cpu_busy_cores: float | None = None
     host_network_sent_mb_per_step: float | None = None
     host_network_received_mb_per_step: float | None = None
     by_rank: tuple[RankTimes, ...] = ()
@@ -190,6 +198,7 @@ def averages_between(earlier: Sequence[RankCounters], later: Sequence[RankCounte
         if counted and dense
     }
     network = ranks[0].host.network
+    nvlink = _mean_of([rank.host.nvlink_bytes for rank in ranks])
     return StepAverages(
         measured_steps=steps,
         samples_per_s=sum(samples) / seconds if len(samples) == len(ranks) else None,
@@ -207,6 +216,8 @@ def averages_between(earlier: Sequence[RankCounters], later: Sequence[RankCounte
         gpu_busy_ratio=_mean_of([rank.host.gpu_busy_ratio for rank in ranks]),
         gpu_memory_mb=max((r.host.gpu_memory_mb for r in ranks if r.host.gpu_memory_mb is not None), default=None),
         gpu_pcie_mb_per_s=_mean_of([rank.host.gpu_pcie_mb_per_s for rank in ranks]),
+        gpu_nvlink_mb_per_step=None if nvlink is None else nvlink / steps / 1e6,
+        cpu_busy_cores=_mean([rank.clock.cpu_seconds for rank in ranks]) / seconds,
         host_network_sent_mb_per_step=None if network is None else network.sent_bytes / steps / 1e6,
         host_network_received_mb_per_step=None if network is None else network.received_bytes / steps / 1e6,
         by_rank=times,

@@ -59,6 +59,8 @@ class CommMonitor(Callback):
     ``gpu_busy_ratio``                0 to 1       NVML's utilisation of the ranks' GPUs, sampled
     ``gpu_memory_mb``                 MB           in use on the fullest GPU, by all processes
     ``gpu_pcie_mb_per_s``             MB/s         over PCIe in both directions, a GPU, sampled
+    ``gpu_nvlink_mb_per_step``        MB           over a GPU's NVLinks in both directions, whoever sends
+    ``cpu_busy_cores``                cores        processor time of a rank's process over the time of its steps, mean
     ``host_network_sent_mb_per_step`` MB           through all network cards of rank 0's *whole host*, whoever sends;
                                                    ``host_network_received_mb_per_step`` likewise
     ================================= ============ ====================================================================

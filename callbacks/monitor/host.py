@@ -1,6 +1,7 @@
 """What the device and the host do beside training: GPU utilisation, memory, bus, network cards."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +13,7 @@ __all__ = ["GpuSampler", "HostCounters", "NetworkBytes", "gpu_sampler_for", "net
 
 _PERIOD_S = 0.2
 _NETWORK_TABLE = Path("/proc/net/dev")
+_ALL_LINKS = 2**32 - 1  # NVML's scope for the sum over the NVLinks of a GPU
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,11 @@ class HostCounters:
     """Sums over samples. ``later - earlier`` gives those between.
 
     Args:
-        samples: Of the GPU.
+        samples: Of the GPU's utilisation.
         busy: Sum of its utilisation, 0 to 1 each.
         pcie_mb_per_s: Sum of the MB a second over PCIe, both directions.
         memory_mb: Memory in use when last sampled, of all processes on that GPU.
+        nvlink_bytes: Over all NVLinks of that GPU in both directions, as far as sampled; None where it has none.
         network: Bytes of the network cards; None where the system does not tell.
 
     """
@@ -39,6 +42,7 @@ class HostCounters:
     busy: float = 0.0
     pcie_mb_per_s: float = 0.0
     memory_mb: float | None = None
+    nvlink_bytes: float | None = None
     network: NetworkBytes | None = None
 
     def __sub__(self, earlier: "HostCounters") -> "HostCounters":
@@ -53,6 +57,7 @@ class HostCounters:
             self.busy - earlier.busy,
             self.pcie_mb_per_s - earlier.pcie_mb_per_s,
             self.memory_mb,
+            _difference(self.nvlink_bytes, earlier.nvlink_bytes),
             network,
         )
 
@@ -96,7 +101,12 @@ class GpuSampler:
     def __init__(self, nvml: Any, handle: Any, period_s: float = _PERIOD_S) -> None:
         self._nvml, self._handle, self._period_s = nvml, handle, period_s
         self._sums = HostCounters()
-        self._has_pcie = True
+        self._questions: dict[str, Callable[[], float]] = {
+            "busy": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            "memory_mb": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / 1e6,
+            "pcie_mb_per_s": self._pcie_mb_per_s,
+            "nvlink_bytes": self._nvlink_bytes,
+        }
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lightning_commopt gpu", daemon=True)
         self._thread.start()
@@ -111,35 +121,41 @@ class GpuSampler:
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        while not self._end.wait(self._period_s):
-            try:
-                self._sums = self._sampled(self._sums)
-            except Exception:  # the driver went away: what was sampled stays
-                return
+        while self._questions and not self._end.wait(self._period_s):
+            self._sums = self._sampled(self._sums)
 
     def _sampled(self, sums: HostCounters) -> HostCounters:
-        busy = self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
-        memory_mb = self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used / 1e6
-        return replace(
-            sums,
-            samples=sums.samples + 1,
-            busy=sums.busy + busy,
-            pcie_mb_per_s=sums.pcie_mb_per_s + self._pcie_mb_per_s(),
-            memory_mb=memory_mb,
-        )
+        answers = {name: answer for name in tuple(self._questions) if (answer := self._answer(name)) is not None}
+        if "busy" in answers:
+            answers["busy"] += sums.busy
+            sums = replace(sums, samples=sums.samples + 1)
+        if "pcie_mb_per_s" in answers:
+            answers["pcie_mb_per_s"] += sums.pcie_mb_per_s
+        return replace(sums, **answers)
+
+    def _answer(self, name: str) -> float | None:
+        """Ask one thing. What the GPU does not tell is not asked again: slices of a GPU have no utilisation."""
+        try:
+            return self._questions[name]()
+        except Exception:
+            del self._questions[name]
+            return None
 
     def _pcie_mb_per_s(self) -> float:
-        """Both directions; 0 where the driver does not tell."""
-        if not self._has_pcie:
-            return 0.0
+        """Both directions."""
         nvml = self._nvml
-        try:
-            directions = (nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES)
-            kilobytes = sum(int(nvml.nvmlDeviceGetPcieThroughput(self._handle, way)) for way in directions)
-            return kilobytes / 1e3
-        except Exception:
-            self._has_pcie = False
-            return 0.0
+        directions = (nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES)
+        kilobytes = sum(int(nvml.nvmlDeviceGetPcieThroughput(self._handle, way)) for way in directions)
+        return kilobytes / 1e3
+
+    def _nvlink_bytes(self) -> float:
+        """Both directions, since the driver began to count; NVML tells KiB."""
+        nvml = self._nvml
+        directions = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
+        values = nvml.nvmlDeviceGetFieldValues(self._handle, [(field, _ALL_LINKS) for field in directions])
+        if any(value.nvmlReturn for value in values):
+            raise RuntimeError("This GPU has no NVLink.")
+        return 1024.0 * sum(int(value.value.ullVal) for value in values)
 
 
 def gpu_sampler_for(device: torch.device) -> GpuSampler | None:
@@ -157,3 +173,7 @@ def gpu_sampler_for(device: torch.device) -> GpuSampler | None:
         return GpuSampler(nvml, nvml.nvmlDeviceGetHandleByUUID(full))
     except Exception:  # not installed, no driver, an old torch without UUIDs: there is nothing to tell
         return None
+
+
+def _difference(later: float | None, earlier: float | None) -> float | None:
+    return None if later is None or earlier is None else later - earlier
