@@ -29,8 +29,17 @@ TABLE = """Inter-|   Receive                                      |  Transmit
 def test_all_cards_but_loopback_are_added(tmp_path: Path) -> None:
     table = tmp_path / "dev"
     table.write_text(TABLE)
-    assert network_bytes(table) == NetworkBytes(sent_bytes=340, received_bytes=1007)
+    assert network_bytes(table, tmp_path) == NetworkBytes(sent_bytes=340, received_bytes=1007)
     assert network_bytes(tmp_path / "missing") is None
+
+
+def test_what_has_no_hardware_is_left_out_where_a_card_has_it(tmp_path: Path) -> None:
+    table = tmp_path / "dev"
+    table.write_text(TABLE + "docker0: 1000 2 0 0 0 0 0 0 300 3 0 0 0 0 0 0\n")
+    for name in ("eth0", "ib0"):
+        (tmp_path / name / "device").mkdir(parents=True)
+    (tmp_path / "docker0").mkdir()
+    assert network_bytes(table, tmp_path) == NetworkBytes(sent_bytes=340, received_bytes=1007)
 
 
 class Nvml(SimpleNamespace):

@@ -13,6 +13,7 @@ __all__ = ["GpuSampler", "HostCounters", "NetworkBytes", "gpu_sampler_for", "net
 
 _PERIOD_S = 0.2
 _NETWORK_TABLE = Path("/proc/net/dev")
+_INTERFACES = Path("/sys/class/net")
 _ALL_LINKS = 2**32 - 1  # NVML's scope for the sum over the NVLinks of a GPU
 
 
@@ -77,15 +78,21 @@ class HostCounters:
         return self.pcie_mb_per_s / self.samples if self.samples and self.pcie_mb_per_s else None
 
 
-def network_bytes(table: Path = _NETWORK_TABLE) -> NetworkBytes | None:
-    """Read the counters of all network cards; None where the system has no such table."""
+def network_bytes(table: Path = _NETWORK_TABLE, interfaces: Path = _INTERFACES) -> NetworkBytes | None:
+    """Read the counters of all network cards; None where the system has no such table.
+
+    Bridges, bonds and other interfaces without hardware pass on what a card counts too, and are left out. Where no
+    interface has hardware, as in a container, all but loopback count.
+    """
     try:
         lines = table.read_text().splitlines()[2:]
     except OSError:
         return None
-    cards = [line.split(":", 1) for line in lines if ":" in line]
-    columns = [values.split() for name, values in cards if name.strip() != "lo"]
-    return NetworkBytes(sum(int(c[8]) for c in columns), sum(int(c[0]) for c in columns))
+    rows = [line.split(":", 1) for line in lines if ":" in line]
+    columns = {name.strip(): values.split() for name, values in rows if name.strip() != "lo"}
+    cards = [name for name in columns if (interfaces / name / "device").exists()]
+    counted = [columns[name] for name in cards or columns]
+    return NetworkBytes(sum(int(c[8]) for c in counted), sum(int(c[0]) for c in counted))
 
 
 class GpuSampler:
