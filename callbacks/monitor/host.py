@@ -132,7 +132,9 @@ class GpuSampler:
             self._sums = self._sampled(self._sums)
 
     def _sampled(self, sums: HostCounters) -> HostCounters:
-        answers = {name: answer for name in tuple(self._questions) if (answer := self._answer(name)) is not None}
+        answers: dict[str, Any] = {
+            name: answer for name in tuple(self._questions) if (answer := self._answer(name)) is not None
+        }
         if "busy" in answers:
             answers["busy"] += sums.busy
             sums = replace(sums, samples=sums.samples + 1)
