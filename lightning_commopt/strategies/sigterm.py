@@ -38,9 +38,12 @@ class Sigterm:
         self._trainer = trainer
         self._strategy = strategy
         loop = trainer.fit_loop.epoch_loop
-        asks = strategy._path is not None or hasattr(loop, "_broadcast_sigterm_tensor")  # Lightning 2.5 does not
+        asks = strategy._carries_sigterm is not None or hasattr(
+            loop, "_broadcast_sigterm_tensor"
+        )  # not in Lightning 2.5
         self._together = trainer.state.fn == TrainerFn.FITTING and asks
-        self._asked = False
+        self.asked = False
+        """Whether this rank was."""
         self.agreed = False
         """Whether all ranks know that they end, and so may still talk to each other."""
         trainer._signal_connector._sigterm_notifier_fn = self._received  # type: ignore[method-assign]
@@ -49,7 +52,7 @@ class Sigterm:
 
     def round_done(self) -> None:
         """Let all ranks end after this batch when one was asked to. Call it after each exchange of gradients."""
-        path = self._strategy._path
+        path = self._strategy._carries_sigterm
         if path is not None and path.termination.agreed and not self.agreed:
             self._agree()
 
@@ -62,21 +65,21 @@ class Sigterm:
         """Handle the signal: nothing that waits for another rank may be done in here."""
         log.info(f"[rank: {self._trainer.global_rank}] Received SIGTERM: {signum}")
         launcher = self._strategy.launcher
-        if not self._asked and launcher is not None:
+        if not self.asked and launcher is not None:
             launcher.kill(signum)  # processes that it started are asked, too
-        self._asked = True
+        self.asked = True
         if self._strategy.watch is not None:
             self._strategy.watch.terminate()
         if not self._together:
             self._trainer._signal_connector.received_sigterm = True
-        elif self._strategy._path is not None:
-            self._strategy._path.termination.asked = True
+        elif self._strategy._carries_sigterm is not None:
+            self._strategy._carries_sigterm.termination.asked = True
 
     def _before_batch(self) -> None:
         """Stand in for Lightning's broadcast."""
-        if self._strategy._path is not None:
+        if self._strategy._carries_sigterm is not None:
             return
-        asked = torch.tensor([int(self._asked)])
+        asked = torch.tensor([int(self.asked)])
         self._strategy._control.all_reduce(asked)
         if asked.item():
             self._agree()
