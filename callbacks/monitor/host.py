@@ -132,7 +132,9 @@ class GpuSampler:
             self._sums = self._sampled(self._sums)
 
     def _sampled(self, sums: HostCounters) -> HostCounters:
-        answers = {name: answer for name in tuple(self._questions) if (answer := self._answer(name)) is not None}
+        answers: dict[str, Any] = {
+            name: answer for name in tuple(self._questions) if (answer := self._answer(name)) is not None
+        }
         if "busy" in answers:
             answers["busy"] += sums.busy
             sums = replace(sums, samples=sums.samples + 1)
@@ -152,7 +154,8 @@ class GpuSampler:
         """Both directions."""
         nvml = self._nvml
         directions = (nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES)
-        return sum(int(nvml.nvmlDeviceGetPcieThroughput(self._handle, way)) for way in directions) / 1e3
+        kilobytes = sum(int(nvml.nvmlDeviceGetPcieThroughput(self._handle, way)) for way in directions)
+        return kilobytes / 1e3
 
     def _nvlink_bytes(self) -> float:
         """Both directions, since the driver began to count; NVML tells KiB."""
@@ -161,7 +164,7 @@ class GpuSampler:
         values = nvml.nvmlDeviceGetFieldValues(self._handle, [(field, _ALL_LINKS) for field in directions])
         if any(value.nvmlReturn for value in values):
             raise RuntimeError("This GPU has no NVLink.")
-        return 1024.0 * sum(value.value.ullVal for value in values)
+        return 1024.0 * sum(int(value.value.ullVal) for value in values)
 
 
 def gpu_sampler_for(device: torch.device) -> GpuSampler | None:
