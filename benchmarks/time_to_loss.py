@@ -25,7 +25,7 @@ from benchmarks.links.record import Run
 from benchmarks.links.target_worker import SMOOTHED, TARGET, reached
 
 RESULTS = Path(__file__).parent / "results"
-DEFAULT_MODES = ("ddp", "bf16", "int8", "int4", "onebit", "torch_powersgd4")
+DEFAULT_MODES = ("ddp", "bf16", "int8", "int4", "onebit", "auto", "auto_onebit", "torch_powersgd4")
 
 
 def rows(runs: Sequence[Run]) -> Iterator[str]:

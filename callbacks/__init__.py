@@ -9,13 +9,16 @@ if __name__ != "lightning_commopt.callbacks":
 from lightning_commopt.callbacks.doctor import DistributedDoctor, Finding
 from lightning_commopt.callbacks.lr_scaling import LinearLRScaling
 from lightning_commopt.callbacks.monitor import CommMonitor, CommSummary, RankTimes, StepAverages
+from lightning_commopt.callbacks.profiler import CommProfiler, TraceTimes
 
 __all__ = [
     "CommMonitor",
+    "CommProfiler",
     "CommSummary",
     "DistributedDoctor",
     "Finding",
     "LinearLRScaling",
     "RankTimes",
     "StepAverages",
+    "TraceTimes",
 ]

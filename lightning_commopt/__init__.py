@@ -8,12 +8,14 @@ from lightning_commopt.compression import BF16, FP16, Compression, Int4, Int8, O
 from lightning_commopt.failure import RankFailure
 from lightning_commopt.measure import CommStats
 from lightning_commopt.strategies import CommOptStrategy, register
+from lightning_commopt.tuning import AutoPolicy
 
 register()
 
 __all__ = [
     "BF16",
     "FP16",
+    "AutoPolicy",
     "CommOptStrategy",
     "CommStats",
     "Compression",

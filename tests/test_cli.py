@@ -17,6 +17,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_commopt import (
     BF16,
     FP16,
+    AutoPolicy,
     CommOptStrategy,
     Compression,
     Int4,
@@ -121,6 +122,18 @@ def test_method_by_word_and_by_class(method: type[Compression]) -> None:
         built = build(*flags(compression=word)).compression
         assert type(built) is method
         assert built == method()
+
+
+def test_policy_with_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert build(*flags(compression="auto"))._policy == AutoPolicy()
+    options = {"compression": "AutoPolicy", "compression__allow": "[onebit]", "compression__error_budget": 0.1}
+    expected = AutoPolicy(allow=["onebit"], error_budget=0.1)
+    assert build(*flags(**options))._policy == expected
+    with pytest.raises(SystemExit):
+        build(*flags(**options), "--print_config")
+    config = tmp_path / "config.yaml"
+    config.write_text(capsys.readouterr().out)
+    assert build(f"--config={config}")._policy == expected
 
 
 def test_method_with_options() -> None:

@@ -41,6 +41,13 @@ def test_every_package_has_an_init() -> None:
         assert (ROOT / Path(*name.split(".")) / "__init__.py").is_file(), name
 
 
+def test_every_file_that_is_no_module_is_listed() -> None:
+    listed = PYPROJECT["tool"]["setuptools"]["package-data"]
+    for name, folder in ((n, ROOT / Path(*n.split("."))) for n in PYPROJECT["tool"]["setuptools"]["packages"]):
+        other = {path.name for path in folder.iterdir() if path.is_file() and path.suffix not in (".py", ".pyc")}
+        assert other == set(listed.get(name, ())), name
+
+
 def test_callbacks_is_a_relative_link() -> None:
     assert (ROOT / "lightning_commopt" / "callbacks").readlink() == Path("../callbacks")
     assert Path(*lightning_commopt.callbacks.__path__).samefile(ROOT / "callbacks")

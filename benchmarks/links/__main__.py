@@ -25,7 +25,7 @@ from benchmarks.links.report import markdown, plot
 
 RESULTS = Path(__file__).parents[1] / "results"
 SUITE = ((2, "100mbit"), (2, "1gbit"), (4, "100mbit"), (4, "1gbit"), (2, "none"))
-LIGHTNING_MODES = ("ddp", "ddp_cap1", "none", "int8", "int4", "onebit")
+LIGHTNING_MODES = ("ddp", "ddp_cap1", "none", "int8", "int4", "onebit", "auto")
 
 
 def measure(task: Task, lightning: bool, limit_s: float) -> Run:

@@ -1,6 +1,7 @@
 """One rank of a run under Lightning: one strategy, Lightning's own loop."""
 
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": DDPStrategy,
     "ddp_cap1": lambda: DDPStrategy(bucket_cap_mb=CAP_MB),
     **{method: _ours(method) for method in METHODS},
+    "auto": CommOptStrategy,
 }
 """Every strategy by the word of the mode that it stands for."""
 
@@ -109,7 +111,9 @@ def fit(task: Task, mode: str) -> tuple[Series, str, int]:
     )
     rank = trainer.global_rank
     trainer.fit(model, DataLoader(Batches(task.warm_up + task.steps, rank), batch_size=None))
-    if isinstance(strategy, CommOptStrategy) and mode != "none":
+    if isinstance(strategy, CommOptStrategy) and rank == 0:
+        print(strategy.explain(), file=sys.stderr, flush=True)
+    if isinstance(strategy, CommOptStrategy) and mode not in ("none", "auto"):
         stats = strategy.comm_stats()
         times.series.promised_bytes = stats.promised.total / stats.rounds
         phases = {"encode": stats.encode_ms, "decode": stats.decode_ms, "collective": stats.collective_ms}

@@ -1,5 +1,6 @@
 """How a step exchanges gradients: each mode has its own copy of the model, optimizer and state."""
 
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from lightning_commopt.compression import METHODS, Compression, Uncompressed, me
 from lightning_commopt.measure import ReducerLog
 from lightning_commopt.routes import ControlGroup, GradientPath, PinnedDDP
 from lightning_commopt.strategies.nonfinite import raise_together
+from lightning_commopt.tuning import AutoPolicy, Choice, Observed, Tuner, Ways
 
 __all__ = ["CAP_MB", "MODES", "Mode"]
 
@@ -170,6 +172,113 @@ class Compressed(Mode):
         self.path.close()
 
 
+class Automatic(Mode):
+    """``compression="auto"``: begins as DDP's defaults, and becomes what the tuner says.
+
+    Args:
+        policy: What it may take.
+
+    """
+
+    def __init__(self, policy: AutoPolicy) -> None:
+        super().__init__()
+        self._control, self._policy, world = ControlGroup(), policy, dist.group.WORLD
+        assert world is not None
+        self.ddp = DistributedDataParallel(self.module)
+        self.network, self._log = self.ddp, ReducerLog(self.ddp)
+        self._log.sample_often()
+        self.path: GradientPath | None = None
+        self._group = dist.new_group()
+        self.tuner: Tuner | None = None
+        self._ways = Ways(world, self._group)
+
+    @override
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.tuner is None:  # here, so that it counts as part of the first step
+            named, device = dict(self.module.named_parameters()), torch.device("cpu")
+            self.tuner = Tuner(self._policy, self._control, self._ways, device, named, self._observe)
+            self.tuner.start()
+        decided = len(self.tuner.state.decisions)
+        choice = self.tuner.before_step()
+        if dist.get_rank() == 0 and (len(self.tuner.state.decisions) > decided or self.tuner.verified_now):
+            print(f"auto, after {self.tuner.rounds} exchanges: {self.tuner.words()}", file=sys.stderr, flush=True)
+        if choice is not None:
+            self._switch(choice)
+        return super().forward(tokens, targets)
+
+    def _switch(self, choice: Choice) -> None:
+        """Change the method; what a quantised method owes goes over to the next one."""
+        method = method_named(choice.method)
+        if self.path is not None and method.error_feedback:
+            self.path.switch(method)
+            return
+        self.ddp._remove_autograd_hooks()
+        if self.path is not None:
+            self.path.close()
+            self.path = None
+        if isinstance(method, Uncompressed):
+            self.ddp = DistributedDataParallel(self.module, init_sync=False)
+            self._log.follow(self.ddp)
+        else:
+            self.ddp = PinnedDDP(self.module, bucket_cap_mb=choice.bucket_mb, init_sync=False)
+            named = dict(self.module.named_parameters())
+            self.path = GradientPath(named, method, self._group, torch.device("cpu"), shadow=not method.error_feedback)
+            self.ddp.register_comm_hook(None, self.path.hook)
+            self.path.error_due = True
+            self.path.mean_check.every = self._policy.cosine_every
+        self.network = self.ddp
+
+    def _observe(self) -> Observed:
+        if self.path is None:
+            self._log.compare_waiting(self._control.all_gather)
+            return Observed(self._log.stats())
+        self.path.recorder.compare_waiting(self._control.all_gather)
+        cosine = self.path.mean_check.cosine
+        return Observed(self.path.stats(), None if cosine is None else float(cosine))
+
+    @override
+    def backward(self, loss: Tensor) -> None:
+        assert self.tuner is not None
+        self.optimizer.zero_grad()
+        if self.path is not None:
+            self.path.begin_round()
+        self.tuner.backward_begins()
+        loss.backward()
+        if self.path is None:
+            self._log.note_round()
+            self.tuner.backward_ended()
+            return
+        self.path.finish_round()
+        self.tuner.backward_ended()
+        if self.path.method.error_feedback:
+            raise_together(self.path, self._control)
+
+    @override
+    def step(self) -> None:
+        super().step()
+        if self.path is not None:
+            self.path.step_done(True)
+        assert self.tuner is not None
+        self.tuner.step_ended()
+
+    @property
+    @override
+    def hops(self) -> int:  # type: ignore[override]
+        return 2 if self.path is None or self.path.route.second_hop else 1
+
+    @property
+    @override
+    def bucket_numels(self) -> list[int]:
+        return _bucket_numels(self.ddp)
+
+    @override
+    def close(self) -> None:
+        if self.tuner is not None:
+            self.tuner.close()
+        if self.path is not None:
+            self.path.close()
+
+
 def _bucket_numels(ddp: DistributedDataParallel) -> list[int]:
     """Elements in each bucket of fp32 gradients."""
     log: dict[str, Any] = ddp._get_ddp_logging_data()
@@ -191,6 +300,8 @@ MODES: dict[str, Callable[[], Mode]] = {
     "torch_powersgd1": _power_sgd(1),
     "torch_powersgd4": _power_sgd(4),
     "none": Off,
+    "auto": partial(Automatic, AutoPolicy()),
+    "auto_onebit": partial(Automatic, AutoPolicy(allow=("onebit",))),
     **{word: partial(Compressed, method_named(word)) for word, method in METHODS.items() if method is not Uncompressed},
 }
 """Every mode by the word that selects it; each call makes a new one. All ranks make the same ones in the same order."""

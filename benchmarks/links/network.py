@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Network", "NetworkError", "bits_per_second", "why_not"]
+__all__ = ["Network", "NetworkError", "bits_per_second", "change_rate", "why_not"]
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -120,13 +120,30 @@ class Network:
             _run(f"ip -n {host} link set lo up")
             _run(f"ip -n {host} link set eth0 up")
             _run(f"ip -n {hub} link set p{rank} master br0 up")
-            if self.rate != "none":
-                for place, device in ((host, "eth0"), (hub, f"p{rank}")):
-                    _run(f"tc -n {place} qdisc add dev {device} root tbf rate {self.rate} burst 64kb latency 200ms")
+        if self.rate != "none":
+            _shape("add", self._stem, self.ranks, self.rate)
 
     def _add(self, name: str) -> None:
         _run(f"ip netns add {name}")
         self._made.append(name)
+
+
+def change_rate(launcher: int, ranks: int, rate: str) -> None:
+    """Change the rate of every link of a network that is in use; a process of it may call this.
+
+    Args:
+        launcher: The process that entered the network.
+        ranks: Number of ranks.
+        rate: Of every link from now on; links must have been shaped before.
+
+    """
+    _shape("change", f"links-{launcher}", ranks, rate)
+
+
+def _shape(verb: str, stem: str, ranks: int, rate: str) -> None:
+    for rank in range(ranks):
+        for place, device in ((f"{stem}-{rank}", "eth0"), (f"{stem}-hub", f"p{rank}")):
+            _run(f"tc -n {place} qdisc {verb} dev {device} root tbf rate {rate} burst 64kb latency 200ms")
 
 
 @contextmanager

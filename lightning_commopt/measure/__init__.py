@@ -4,5 +4,18 @@ from lightning_commopt.measure.clock import Clock, CpuClock, CudaClock, clock_fo
 from lightning_commopt.measure.comm_stats import CommStats, Traffic
 from lightning_commopt.measure.recorder import Recorder
 from lightning_commopt.measure.reducer_log import ReducerLog
+from lightning_commopt.measure.timeline import Span, Timeline, aligned
 
-__all__ = ["Clock", "CommStats", "CpuClock", "CudaClock", "Recorder", "ReducerLog", "Traffic", "clock_for"]
+__all__ = [
+    "Clock",
+    "CommStats",
+    "CpuClock",
+    "CudaClock",
+    "Recorder",
+    "ReducerLog",
+    "Span",
+    "Timeline",
+    "Traffic",
+    "aligned",
+    "clock_for",
+]

@@ -1,9 +1,11 @@
 """What the exchange of gradients did so far."""
 
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 __all__ = ["CommStats", "Traffic"]
+
+_STATE = ("method", "world_size", "compression_error", "memory_bytes")
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,18 @@ class Traffic:
         return self.payload + self.exact + self.header + self.inside_node
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Traffic(
+            self.payload + other.payload,
+            self.exact + other.exact,
+            self.header + other.header,
+            self.inside_node + other.inside_node,
+        )
 
     def __sub__(self, other: "Traffic") -> "Traffic":
         return self + other * -1
 
     def __mul__(self, times: int) -> "Traffic":
-        return Traffic(*(a * times for a in astuple(self)))
+        return Traffic(self.payload * times, self.exact * times, self.header * times, self.inside_node * times)
 
 
 @dataclass(frozen=True)
@@ -92,11 +99,24 @@ class CommStats:
         sent = self.sent_bytes - self.promised.inside_node
         return self.dense_bytes / sent if sent else None
 
+    def __add__(self, later: "CommStats") -> "CommStats":
+        """Return both together; the state of things (method, memory, error) is the later one's."""
+        changes: dict[str, Any] = {}
+        for spec in fields(self):
+            if spec.name in _STATE:
+                continue
+            mine, other = getattr(self, spec.name), getattr(later, spec.name)
+            both_unknown = mine is None and other is None
+            changes[spec.name] = (
+                None if both_unknown else other if mine is None else mine if other is None else mine + other
+            )
+        return replace(later, **changes)
+
     def __sub__(self, earlier: "CommStats") -> "CommStats":
         """Return what happened since ``earlier``; the state of things (method, memory, error) is the later one's."""
         changes: dict[str, Any] = {}
         for spec in fields(self):
-            if spec.name in ("method", "world_size", "compression_error", "memory_bytes"):
+            if spec.name in _STATE:
                 continue
             mine, other = getattr(self, spec.name), getattr(earlier, spec.name)
             changes[spec.name] = None if mine is None else mine - (other or type(mine)())

@@ -1,15 +1,40 @@
 """Times and counts of the gradient exchange, as they happen."""
 
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+from torch.autograd import profiler
+
 from lightning_commopt.measure.clock import Clock
+from lightning_commopt.measure.timeline import Timeline
 
 __all__ = ["Recorder"]
 
 _KEPT = 20_000  # collectives whose durations wait to be compared with those of other ranks
+
+
+class _Span:
+    """Adds a piece of work to a recorder, unless it raises; a generator would take longer than a small operation."""
+
+    __slots__ = ("_annotation", "_phase", "_recorder", "_start")
+
+    def __init__(self, recorder: "Recorder", phase: str) -> None:
+        self._recorder, self._phase = recorder, phase
+
+    def __enter__(self) -> None:
+        self._start = self._recorder.clock.mark()
+        self._annotation = _seen_by_profiler(self._phase)
+        if self._annotation is not None:
+            self._annotation.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        if self._annotation is not None:
+            self._annotation.__exit__(kind, *rest)
+        if kind is None:
+            self._recorder.add(self._phase, self._start, self._recorder.clock.mark())
 
 
 class Recorder:
@@ -18,27 +43,54 @@ class Recorder:
     Args:
         clock: The clock of the device.
 
+    Attributes:
+        timeline: Gets every span too, while it is set.
+
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.totals_ms = dict.fromkeys(("encode", "decode", "collective", "exposed"), 0.0)
         self.wait_ms: float | None = None
+        self.timeline: Timeline | None = None
+        self._thread = threading.local()
+        self._arrived: Any = None  # when the last collective was through
         self._spans: deque[tuple[str, Any, Any]] = deque()
         self._uncompared: deque[float] = deque(maxlen=_KEPT)
 
-    @contextmanager
-    def span(self, phase: str) -> Iterator[None]:
-        """Time a piece of work as ``phase``."""
-        start = self.clock.mark()
-        yield
-        self.add(phase, start, self.clock.mark())
+    @property
+    def bucket(self) -> int | None:
+        """Position in the round of the bucket that the calling thread works on."""
+        return getattr(self._thread, "bucket", None)
+
+    @bucket.setter
+    def bucket(self, index: int | None) -> None:
+        self._thread.bucket = index
+
+    def span(self, phase: str) -> "_Span":
+        """Time a piece of work as ``phase``; a profiler sees it as ``lightning_commopt::phase``."""
+        return _Span(self, phase)
 
     def add(self, phase: str, start: Any, end: Any) -> None:
         """Add a piece of work between two marks."""
         self._spans.append((phase, start, end))
+        if (timeline := self.timeline) is not None:
+            timeline.add(phase, start, end, None if phase == "exposed" else self.bucket)
         if len(self._spans) > 10 * _KEPT:
             self.settle()
+
+    def arrived(self, begun: Any) -> None:
+        """Add a collective that is through now.
+
+        Several may be under way, one behind the other: each counts from when the one before it was through.
+
+        Args:
+            begun: Mark of when it was issued.
+
+        """
+        start = begun if self._arrived is None else self.clock.later(begun, self._arrived)
+        self._arrived = self.clock.mark()
+        self.add("collective", start, self._arrived)
 
     def settle(self) -> None:
         """Turn marks into times; waits for the device where marks have not passed yet."""
@@ -66,3 +118,9 @@ class Recorder:
         recent = [durations[len(durations) - common :] for durations in everyone]
         transfer_ms = sum(map(min, zip(*recent, strict=True)))
         self.wait_ms = (self.wait_ms or 0.0) + sum(own[len(own) - common :]) - transfer_ms
+
+
+def _seen_by_profiler(phase: str) -> AbstractContextManager[object] | None:
+    """Annotate a piece of work while a profiler runs; an annotation takes microseconds even when none does."""
+    enabled = getattr(profiler, "_is_profiler_enabled", True)
+    return profiler.record_function(f"lightning_commopt::{phase}") if enabled else None

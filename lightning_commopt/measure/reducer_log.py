@@ -1,5 +1,6 @@
 """Statistics where DDP's own reducer exchanges gradients."""
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.measure.comm_stats import CommStats, Traffic
+from lightning_commopt.measure.timeline import Timeline
 
 __all__ = ["ReducerLog"]
 
@@ -20,6 +22,9 @@ class ReducerLog:
         ddp: The wrapped module.
         method: What to call the reducer.
 
+    Attributes:
+        timeline: Gets the exchange of every round too, while it is set, one round later; on the CPU.
+
     """
 
     def __init__(self, ddp: DistributedDataParallel, method: str = "none") -> None:
@@ -29,6 +34,7 @@ class ReducerLog:
         self.rounds = self._sent_bytes = 0
         self._rounds_read = 0
         self._often = False
+        self.timeline: Timeline | None = None
         self.follow(ddp)
         self._samples: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # (collective, exposed) of a round, ms
         self._round_ms = self._sum_ms = (0.0, 0.0, 0.0)  # collective, exposed, wait
@@ -61,6 +67,10 @@ class ReducerLog:
         collective_ms = log.get("backward_comm_time", 0) / 1e6
         overlap_ms = log.get("backward_compute_comm_overlap_time", 0) / 1e6
         self._samples.append((collective_ms, max(0.0, collective_ms - overlap_ms)))
+        if self.timeline is not None and self._ddp.device.type == "cpu":
+            start = log["backward_comm_time_start"]
+            to_clock = time.perf_counter() - time.time()  # the log has the time of day
+            self.timeline.add("collective", *(ns / 1e9 + to_clock for ns in (start, log["backward_comm_time_end"])))
 
     def compare_waiting(self, all_gather: Callable[[list[float]], list[list[float]]]) -> None:
         """Tell waiting from transfer as :meth:`Recorder.compare_waiting` does, by round. A collective."""

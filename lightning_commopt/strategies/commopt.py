@@ -20,6 +20,7 @@ from lightning_commopt.failure import FailTogether
 from lightning_commopt.measure import CommStats, ReducerLog
 from lightning_commopt.routes import ControlGroup, GradientPath, Hierarchy, PinnedDDP
 from lightning_commopt.strategies.applied_steps import AppliedSteps
+from lightning_commopt.strategies.auto import Auto, policy_of
 from lightning_commopt.strategies.ddp_arguments import chosen_ddp_arguments
 from lightning_commopt.strategies.elastic import join_restarted
 from lightning_commopt.strategies.explain import explain
@@ -41,6 +42,7 @@ from lightning_commopt.strategies.residual_checkpoint import ResidualCheckpoint,
 from lightning_commopt.strategies.rewrap import Trainable, wrap_again_if_changed
 from lightning_commopt.strategies.short_window import ShortWindow
 from lightning_commopt.strategies.sigterm import Sigterm
+from lightning_commopt.tuning import AutoPolicy
 from lightning_commopt.uneven import Uneven, UnevenBatches
 
 __all__ = ["CommOptStrategy"]
@@ -55,8 +57,10 @@ class CommOptStrategy(FailTogether):
 
     Args:
         compression: A method by word (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"onebit"``,
-            ``"topk"``, ``"powersgd"``) or with its options (``Int8(block=128)``). ``"auto"`` is to measure and choose;
-            until it can, it is ``"none"`` and says so.
+            ``"topk"``, ``"powersgd"``) or with its options (``Int8(block=128)``). ``"auto"``, or ``AutoPolicy(...)``
+            with options of it: measure a few dense steps, the links and the codecs, take the mildest method that hides
+            the communication (none, bf16, int8, int4), check its gain and its error, and look again when the bandwidth
+            moves.
         hierarchy: ``"auto"``: where several equal nodes have several ranks each, gradients are reduced in full
             precision inside nodes and travel encoded between them. False: flat. A number: that many consecutive ranks
             make a node.
@@ -91,7 +95,7 @@ class CommOptStrategy(FailTogether):
 
     def __init__(
         self,
-        compression: Compression | str = "auto",
+        compression: Compression | AutoPolicy | str = "auto",
         *,
         hierarchy: Hierarchy = "auto",
         start_step: int | None = None,
@@ -106,8 +110,11 @@ class CommOptStrategy(FailTogether):
         super().__init__(**kwargs)
         self._ddp_kwargs = chosen_ddp_arguments(self._ddp_kwargs, type(self))
         self.nccl = nccl_variables(nccl)
-        self.compression = Uncompressed() if compression == "auto" else method_named(compression)
-        self._is_auto = compression == "auto"
+        self._policy = policy_of(compression)
+        self._is_auto = self._policy is not None
+        self.compression = (
+            Uncompressed() if isinstance(compression, AutoPolicy) or self._is_auto else method_named(compression)
+        )
         self.start_step = self.compression.default_start_step if start_step is None else start_step
         self.hierarchy: Hierarchy = hierarchy
         self.nonfinite: Nonfinite = nonfinite or ("error" if self.compression.error_feedback else "propagate")
@@ -116,9 +123,8 @@ class CommOptStrategy(FailTogether):
         check_options(self, start_step, nonfinite)
         self._short_window = ShortWindow(true_mean)
         self._uneven = UnevenBatches(uneven)
-        self._checkpoint = ResidualCheckpoint(
-            residuals, f"{self.compression!r}, hierarchy {hierarchy}, DDP {sorted(self._ddp_kwargs.items())}"
-        )
+        self._checkpoint = ResidualCheckpoint(residuals, self._signature())
+        self._auto = None if self._policy is None else Auto(self, self._policy)
         self._wrapped: Trainable | None = None  # the parameters that DDP exchanges
         self._path: GradientPath | None = None
         self._steps: AppliedSteps | None = None
@@ -132,6 +138,8 @@ class CommOptStrategy(FailTogether):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._auto is not None:
+            self._auto.begin()
         if fitting:  # after a fit, validation or a test leaves its state to be saved and its statistics to be read
             self._path = self._steps = self._log = None
         if self.world_size > 1:
@@ -142,6 +150,8 @@ class CommOptStrategy(FailTogether):
             check_optimizers(self)
             if self.world_size > 1:
                 warn_of_mixed_devices(self._control.all_gather(device_name(self.root_device)))
+            if self._auto is not None:
+                self._auto.start()
             rank_zero_info(self.explain())
 
     @override
@@ -205,6 +215,10 @@ class CommOptStrategy(FailTogether):
         )
         self.model.register_comm_hook(None, self._path.hook)
 
+    def _signature(self) -> str:
+        """What residuals in a checkpoint belong to."""
+        return f"{self.compression!r}, hierarchy {self.hierarchy}, DDP {sorted(self._ddp_kwargs.items())}"
+
     @property
     def _exchanges(self) -> bool:
         """Whether gradients take our path: there is somebody to talk to, and something to compress."""
@@ -222,7 +236,8 @@ class CommOptStrategy(FailTogether):
         """Return the groups for gradients, made once for each default process group, on ranks with the same options."""
         world = dist.group.WORLD
         if self._groups is None or self._groups[0] is not world:
-            hierarchy = self.hierarchy if self._exchanges and not self.compression.summable else False
+            shards = self._is_auto or (self._exchanges and not self.compression.summable)
+            hierarchy = self.hierarchy if shards else False
             self._groups = (world, make_groups(self._control, self.root_device, hierarchy, self._timeout))
         return self._groups[1]
 
@@ -237,6 +252,8 @@ class CommOptStrategy(FailTogether):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         wrap_again_if_changed(self, batch_idx)
+        if self._auto is not None:
+            self._auto.before_batch(batch_idx)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -248,13 +265,20 @@ class CommOptStrategy(FailTogether):
             check_trainable(self.lightning_module, self._wrapped.identities if self._wrapped is not None else ())
         if self._path is not None and synchronises:
             self._path.begin_round(self._loss_scale)
+        auto = self._auto if synchronises else None
+        if auto is not None:
+            auto.backward_begins()
         with self._uneven.weighted(closure_loss, self.lightning_module) as weighted_loss:
             loss = super().backward(weighted_loss, optimizer, *args, **kwargs)
         if self._log is not None and synchronises:
             self._log.note_round()
         if self._path is None or not synchronises:
+            if auto is not None:
+                auto.backward_ended()
             return loss
         self._path.finish_round()
+        if auto is not None:
+            auto.backward_ended()
         if self._sigterm is not None:
             self._sigterm.round_done()
         if self._steps is None and self.nonfinite == "error":
@@ -312,6 +336,8 @@ class CommOptStrategy(FailTogether):
             self._checkpoint.leave_out(checkpoint, self._path)
         elif self._path is not None and "optimizer_states" in checkpoint:
             written = self._checkpoint.add(checkpoint, str(filepath), self._path, self._control, self.checkpoint_io)
+        if self._auto is not None:
+            self._auto.save(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if written is not None and self.is_global_zero:
             self._checkpoint.sweep(*written)
@@ -320,6 +346,8 @@ class CommOptStrategy(FailTogether):
     def load_checkpoint(self, checkpoint_path: "str | Path", weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._checkpoint.remember(str(checkpoint_path), checkpoint)
+        if self._auto is not None:
+            self._auto.remember(checkpoint)
         return checkpoint
 
     @override
@@ -341,7 +369,8 @@ class CommOptStrategy(FailTogether):
     def comm_stats(self) -> CommStats:
         """Return what this rank's exchange of gradients did since the fit began. Not a collective."""
         source = self._path or self._log
-        return CommStats(method="none", world_size=self.world_size) if source is None else source.stats()
+        stats = CommStats(method="none", world_size=self.world_size) if source is None else source.stats()
+        return stats if self._auto is None else self._auto.with_retired(stats)
 
     def gather_comm_stats(self) -> list[CommStats]:
         """Return every rank's :meth:`comm_stats`, waiting told from transfer. A collective: call it on all ranks."""
@@ -375,4 +404,6 @@ class CommOptStrategy(FailTogether):
             self._steps.close()
         if self._sigterm is not None:
             self._sigterm.close()
+        if self._auto is not None:
+            self._auto.close()
         super().teardown()

@@ -11,12 +11,17 @@ if TYPE_CHECKING:
 __all__ = ["explain"]
 
 _ROUTES = {OnePhase: "one-phase all-gather", TwoHop: "two-hop", Summed: "all-reduce"}
+_KERNELS = {
+    "torch": "codec in plain torch",
+    "numba": "compiled CPU kernels (numba)",
+    "triton": "compiled GPU kernels (Triton)",
+}
 
 
 def explain(strategy: "CommOptStrategy") -> str:
     """Return one line: the method in force, why where it was not asked for, the route, the codec, and the memory."""
     method = strategy.compression
-    asked = "`auto` cannot choose yet, so " if strategy._is_auto else ""
+    asked = strategy._auto.words() if strategy._auto is not None else ""
     if isinstance(method, Uncompressed):
         return f"commopt: {asked}method `none` is in force: DDP's own reducer on {_ranks(strategy)}, no hook."
     if strategy.world_size == 1:
@@ -33,8 +38,8 @@ def explain(strategy: "CommOptStrategy") -> str:
     elif strategy.hierarchy is not False and (groups.topology.nodes > 1 or strategy.hierarchy != "auto"):
         route += f", flat since {groups.topology.reason}"
     return (
-        f"commopt: method `{method!r}` is in force on {_ranks(strategy)}{dense}; {route}; "
-        f"{'compiled CPU kernels (numba)' if path.kernels == 'numba' else 'codec in plain torch'}; "
+        f"commopt: {asked}method `{method!r}` is in force on {_ranks(strategy)}{dense}; {route}; "
+        f"{_KERNELS[path.kernels]}; "
         f"non-finite gradients: {_nonfinite(strategy)}; "
         f"extra memory about {path.expected_memory_bytes(_largest_bucket(strategy, path)) / 1e6:.1f} MB a rank."
     )

@@ -28,6 +28,7 @@ __all__ = [
     "check_trainable",
     "device_name",
     "fingerprint",
+    "refuse_ddp_options",
     "warn_of_mixed_devices",
 ]
 
@@ -83,7 +84,7 @@ def check_options(strategy: "CommOptStrategy", start_step: int | None, nonfinite
         )
     _check_hierarchy(strategy, name)
     if not plain:
-        _refuse_ddp_options(strategy, name)
+        refuse_ddp_options(strategy, name)
 
 
 def _check_stall_timeout(limit: object) -> None:
@@ -104,6 +105,8 @@ def _check_hierarchy(strategy: "CommOptStrategy", name: str) -> None:
         return
     if isinstance(hierarchy, bool) or not isinstance(hierarchy, int) or hierarchy < 2:
         raise ValueError(f"`hierarchy={hierarchy!r}` must be 'auto', False, or the number of ranks on a node (>= 2).")
+    if strategy._is_auto:
+        return
     if isinstance(method, Uncompressed):
         raise ValueError(
             f"`hierarchy={hierarchy}` has no meaning for method `{name}`: DDP's own reducer decides how gradients "
@@ -116,8 +119,13 @@ def _check_hierarchy(strategy: "CommOptStrategy", name: str) -> None:
         )
 
 
-def _refuse_ddp_options(strategy: "CommOptStrategy", name: str) -> None:
-    """Refuse DDP arguments that exclude a hook or change buckets under it."""
+def refuse_ddp_options(strategy: "CommOptStrategy", name: str) -> None:
+    """Refuse DDP arguments that exclude a hook or change buckets under it.
+
+    Raises:
+        ValueError: Saying what to do instead.
+
+    """
     reasons = {
         "static_graph": "it delays the first exchange past our hook",
         "mixed_precision": "DDP registers a hook of its own for it; use `Trainer(precision=...)`",
@@ -209,6 +217,7 @@ def fingerprint(strategy: "CommOptStrategy", model: nn.Module) -> dict[str, str]
         "lightning version": lightning.__version__,
         "python version": platform.python_version(),
         "compression": repr(strategy.compression),
+        "auto": repr(strategy._policy),
         "hierarchy": str(strategy.hierarchy),
         "start_step": str(strategy.start_step),
         "nonfinite": strategy.nonfinite,

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from lightning_commopt.strategies.commopt import CommOptStrategy
 
-__all__ = ["Trainable", "wrap_again_if_changed"]
+__all__ = ["Trainable", "wrap_again", "wrap_again_if_changed"]
 
 
 class Trainable:
@@ -66,6 +66,23 @@ def wrap_again_if_changed(strategy: "CommOptStrategy", batch_idx: int) -> None:
             "be mixed with means: do it before the first batch of an accumulation window, such as in "
             "`on_train_epoch_start`."
         )
+    wrap_again(strategy, module)
+    rank_zero_info(
+        f"commopt: {len(strategy._wrapped.identities)} parameters are trainable from here on, "
+        f"{len(before.identities)} were before: the module was wrapped again."
+    )
+
+
+def wrap_again(strategy: "CommOptStrategy", module: Module) -> None:
+    """Wrap the module again, on all ranks alike, with the strategy's method and DDP arguments as they are now.
+
+    Args:
+        strategy: Between two batches.
+        module: The module.
+
+    """
+    wrapped = strategy.model
+    assert isinstance(wrapped, DistributedDataParallel)
     wrapped._remove_autograd_hooks()
     arguments = strategy._ddp_kwargs
     strategy._ddp_kwargs = arguments | {"init_sync": False}  # ranks are equal, but for buffers that may differ
@@ -75,7 +92,5 @@ def wrap_again_if_changed(strategy: "CommOptStrategy", batch_idx: int) -> None:
         strategy._ddp_kwargs = arguments
     strategy._pl_static_graph_delay_done = False
     strategy._register_ddp_hooks()
-    rank_zero_info(
-        f"commopt: {len(strategy._wrapped.identities)} parameters are trainable from here on, "
-        f"{len(before.identities)} were before: the module was wrapped again."
-    )
+    if strategy._auto is not None:
+        strategy._auto.follow(module)

@@ -40,7 +40,8 @@ class Sigterm:
         loop = trainer.fit_loop.epoch_loop
         asks = strategy._path is not None or hasattr(loop, "_broadcast_sigterm_tensor")  # Lightning 2.5 does not
         self._together = trainer.state.fn == TrainerFn.FITTING and asks
-        self._asked = False
+        self.asked = False
+        """Whether this rank was."""
         self.agreed = False
         """Whether all ranks know that they end, and so may still talk to each other."""
         trainer._signal_connector._sigterm_notifier_fn = self._received  # type: ignore[method-assign]
@@ -62,9 +63,9 @@ class Sigterm:
         """Handle the signal: nothing that waits for another rank may be done in here."""
         log.info(f"[rank: {self._trainer.global_rank}] Received SIGTERM: {signum}")
         launcher = self._strategy.launcher
-        if not self._asked and launcher is not None:
+        if not self.asked and launcher is not None:
             launcher.kill(signum)  # processes that it started are asked, too
-        self._asked = True
+        self.asked = True
         if self._strategy.watch is not None:
             self._strategy.watch.terminate()
         if not self._together:
@@ -76,7 +77,7 @@ class Sigterm:
         """Stand in for Lightning's broadcast."""
         if self._strategy._path is not None:
             return
-        asked = torch.tensor([int(self._asked)])
+        asked = torch.tensor([int(self.asked)])
         self._strategy._control.all_reduce(asked)
         if asked.item():
             self._agree()

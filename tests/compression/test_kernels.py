@@ -1,19 +1,21 @@
-"""Compiled kernels compute what the methods' own torch code computes, bit for bit; and which of them runs."""
+"""Compiled kernels compute what the methods' own torch code computes, bit for bit.
 
-import sys
-from collections.abc import Iterator, Mapping
+numba's run in this process. Triton's run on the GPU with ``--device cuda``, otherwise on the CPU by Triton's
+interpreter: in a process of its own, since a variable must be set before Triton is imported, as torch may do.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_commopt.compression import (
-    BF16,
     BucketLayout,
     Compression,
     Context,
@@ -25,17 +27,63 @@ from lightning_commopt.compression import (
     TopK,
     kernels,
 )
+from lightning_commopt.compression.kernels import choice
 from tests.compression.codec import Codec
+from tests.pool import WorkerFailure, WorkerPool
 
 CPU = torch.device("cpu")
+INTERPRETED_EXAMPLES = 30  # of each law: the interpreter is slow
+
+
+@dataclass(frozen=True)
+class Side:
+    """Whose kernels are compared with torch, and where both run."""
+
+    compiler: kernels.Compiler
+    device: torch.device = CPU
+
+
+Law = Callable[[Side], None]
 
 
 @pytest.fixture(autouse=True)
-def choice_of_its_own() -> Iterator[None]:
+def choice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test chooses ends with it."""
-    before = kernels._chosen
-    yield
-    kernels._chosen = before
+    monkeypatch.setattr(choice, "_asked", None)
+    monkeypatch.setattr(choice, "_settled", {})
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[WorkerPool]:
+    """A process in which Triton interprets."""
+    workers = WorkerPool(size=1, environment={"TRITON_INTERPRET": "1"})
+    yield workers
+    workers.close()
+
+
+Check = Callable[[Law], None]
+
+
+@pytest.fixture(params=["numba", "triton"])
+def check(request: pytest.FixtureRequest, device: str, interpreter: WorkerPool) -> Check:
+    """Checks a law of one compiler's kernels where they run."""
+    pytest.importorskip(request.param)
+    if request.param == "numba":
+        return lambda law: law(Side("numba"))
+    if device == "cuda":
+        return lambda law: law(Side("triton", torch.device("cuda")))
+    return lambda law: interpreter.run(interpreted, 1, law.__name__, group=False, timeout=100.0) and None
+
+
+def interpreted(name: str) -> None:
+    """Check a law of Triton's kernels in this process, on fewer examples."""
+    law: Law = globals()[name]
+    if hasattr(law, "hypothesis"):
+        few = hypothesis.settings(
+            max_examples=INTERPRETED_EXAMPLES, deadline=None, derandomize=True, phases=[hypothesis.Phase.generate]
+        )
+        law = few(law)
+    law(Side("triton"))
 
 
 @dataclass
@@ -48,14 +96,16 @@ class Coded:
     added: Tensor
 
 
-def coded(choice: kernels.Kernels, method: Compression, values: Tensor, layout: BucketLayout, start: int) -> Coded:
-    """Encode and decode a chunk by kernels or by torch."""
-    kernels.use(choice)
-    context = Context(layout, start, 0, 0, 1, Scratch(CPU))
-    residual = values.clone()
-    payload = torch.full((method.payload_bytes(len(values), context),), 90, dtype=torch.uint8)
+def coded(side: Side, method: Compression, values: Tensor, layout: BucketLayout, start: int) -> Coded:
+    """Encode and decode a chunk."""
+    kernels.use(side.compiler)
+    residual = values.to(side.device, copy=True)
+    assert (kernels.kernel_for(method, residual) is None) == (side.compiler == "torch")
+    context = Context(layout, start, 0, 0, 1, Scratch(side.device))
+    nbytes = method.payload_bytes(len(values), context)
+    payload = torch.full((nbytes,), 90, dtype=torch.uint8, device=side.device)
+    decoded, added = torch.full_like(residual, torch.nan), residual.flip(0).nan_to_num(0.0)
     method.encode(residual, payload, context)
-    decoded, added = torch.full_like(values, torch.nan), values.flip(0).nan_to_num(0.0)
     method.decode(payload, decoded, context)
     method.decode(payload, added, context, add=True)
     return Coded(payload, residual, decoded, added)
@@ -66,10 +116,14 @@ def assert_same_bits(one: Coded, other: Coded) -> None:
         assert torch.equal(tensor.view(torch.uint8), vars(other)[name].view(torch.uint8)), name
 
 
-def by_both(method: Compression, values: Tensor, layout: BucketLayout, start: int = 0) -> tuple[Coded, Coded]:
-    """By torch and by kernels; the test ends here where numba is missing."""
-    pytest.importorskip("numba")
-    return coded("torch", method, values, layout, start), coded("numba", method, values, layout, start)
+def by_both(
+    side: Side, method: Compression, values: Tensor, layout: BucketLayout, start: int = 0
+) -> tuple[Coded, Coded]:
+    """By torch and by kernels."""
+    return (
+        coded(Side("torch", side.device), method, values, layout, start),
+        coded(side, method, values, layout, start),
+    )
 
 
 def numbers(numel: int, seed: int, exponent: int, spread: float, zeros: float) -> Tensor:
@@ -95,42 +149,96 @@ QUANTISED = st.one_of(
 )
 
 
-@given(QUANTISED, SHAPES, st.integers(1, 3), st.data())
-def test_blocks_have_the_same_bits(
-    method: Compression, shapes: list[tuple[int, int]], owners: int, data: st.DataObject
+@given(method=QUANTISED, shapes=SHAPES, owners=st.integers(1, 3), drawn=st.fixed_dictionaries(NUMBERS))
+def blocks_have_the_same_bits(
+    side: Side, method: Compression, shapes: list[tuple[int, int]], owners: int, drawn: Mapping[str, Any]
 ) -> None:
     """For every owner's chunk, which may begin and end within a matrix."""
-    drawn = data.draw(st.fixed_dictionaries(NUMBERS))
-    assert_same_for_every_owner(method, shapes, owners, drawn)
+    assert_same_for_every_owner(side, method, shapes, owners, drawn)
 
 
-@given(st.builds(OneBit, block=BLOCKS), LEVELLED, st.integers(1, 3), st.integers(0, 2**31))
-def test_columns_have_the_same_bits(method: Compression, shapes: list[tuple[int, int]], owners: int, seed: int) -> None:
+@given(method=st.builds(OneBit, block=BLOCKS), shapes=LEVELLED, owners=st.integers(1, 3), seed=st.integers(0, 2**31))
+def columns_have_the_same_bits(
+    side: Side, method: Compression, shapes: list[tuple[int, int]], owners: int, seed: int
+) -> None:
     """Uneven columns of matrices that are large enough to be levelled."""
-    assert_same_for_every_owner(method, shapes, owners, {"seed": seed, "exponent": 0, "spread": 8.0, "zeros": 0.0})
+    drawn = {"seed": seed, "exponent": 0, "spread": 8.0, "zeros": 0.0}
+    assert_same_for_every_owner(side, method, shapes, owners, drawn)
 
 
 def assert_same_for_every_owner(
-    method: Compression, shapes: list[tuple[int, int]], owners: int, drawn: Mapping[str, Any]
+    side: Side, method: Compression, shapes: list[tuple[int, int]], owners: int, drawn: Mapping[str, Any]
 ) -> None:
     parameters = [Parameter(f"p{i}", shape, exact=False) for i, shape in enumerate(shapes)]
     layout = BucketLayout(parameters, method.alignment, owners)
     values = numbers(layout.packed_numel, **drawn)
     for owner in range(owners):
         start = owner * layout.chunk
-        assert_same_bits(*by_both(method, values[start : start + layout.chunk], layout, start))
+        assert_same_bits(*by_both(side, method, values[start : start + layout.chunk], layout, start))
 
 
-@given(QUANTISED, st.sampled_from([torch.inf, -torch.inf, torch.nan, 3.4e38]), st.integers(0, 29 * 31 - 1))
-def test_what_is_not_finite_stays_where_it_is(method: Compression, bad: float, place: int) -> None:
+@given(
+    method=QUANTISED,
+    bad=st.sampled_from([0x7F800000, 0x7F800000 - 2**31, 0x7FC00000, 0x7FFFFFFF, 0x7F7FFFFF]),
+    place=st.integers(0, 29 * 31 - 1),
+)
+def what_is_not_finite_stays_where_it_is(side: Side, method: Compression, bad: int, place: int) -> None:
+    """Infinities, two bit patterns of NaN, and the largest number."""
     layout = BucketLayout([Parameter("p", (29, 31), exact=False)], method.alignment, 1)
     values = numbers(layout.packed_numel, 0, 0, 1.0, 0.0)
-    values[place] = bad
-    by_torch, by_numba = by_both(method, values, layout)
+    values.view(torch.int32)[place] = bad
+    by_torch, by_kernels = by_both(side, method, values, layout)
     for name in ("residual", "decoded", "added"):
-        one, other = vars(by_torch)[name], vars(by_numba)[name]
+        one, other = vars(by_torch)[name], vars(by_kernels)[name]
         assert torch.equal(one.isfinite(), other.isfinite())
         assert torch.equal(one[one.isfinite()], other[one.isfinite()])
+
+
+def ties_round_alike(side: Side) -> None:
+    """Blocks of one magnitude, such that their scale lies halfway between two of bfloat16."""
+    for method, factor in ((Int8(block=8), 1 / 127), (Int4(block=8), 1 / 7), (OneBit(block=8, columns=False), 1.0)):
+        some = torch.linspace(1, 2, 1 << 20)
+        halfway = (some * factor).view(torch.int32) & 0xFFFF == 0x8000
+        assert halfway.sum() > 4
+        values = some[halfway].repeat_interleave(8)
+        assert_same_bits(*by_both(side, method, values, chunk_of(len(values))))
+
+
+def sums_have_the_same_order(side: Side) -> None:
+    """Two small numbers count if they meet before the large one, which then lies above halfway."""
+    for block in (8, 256):
+        values = torch.zeros(block)
+        values[0], values[1], values[block // 2 + 1] = 1 + 2.0**-8, 2.0**-24, 2.0**-24
+        by_torch, by_kernels = by_both(side, OneBit(block=block, columns=False), values, chunk_of(block))
+        assert by_torch.decoded[0] == (1 + 2.0**-7) / block
+        assert_same_bits(by_torch, by_kernels)
+
+
+LAWS: list[Law] = [
+    blocks_have_the_same_bits,
+    columns_have_the_same_bits,
+    what_is_not_finite_stays_where_it_is,
+    ties_round_alike,
+    sums_have_the_same_order,
+]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_kernels_and_torch_agree(check: Check, law: Law) -> None:
+    check(law)
+
+
+def one_bit_is_off(side: Side) -> None:
+    """As where a kernel rounds another way."""
+    codec = Codec(Int8())
+    by_torch, by_kernels = by_both(side, codec.method, codec.random(), codec.layout)
+    by_kernels.residual.view(torch.uint8)[0] ^= 1
+    assert_same_bits(by_torch, by_kernels)
+
+
+def test_a_bit_that_is_off_is_seen(check: Check) -> None:
+    with pytest.raises((AssertionError, WorkerFailure), match="residual"):
+        check(one_bit_is_off)
 
 
 def chunk_of(numel: int) -> BucketLayout:
@@ -138,13 +246,20 @@ def chunk_of(numel: int) -> BucketLayout:
     return BucketLayout([Parameter("p", (1, numel), exact=False)], 16, 1)
 
 
-@given(st.sampled_from([0.001, 0.01, 0.05, 0.5, 1.0]), st.integers(1, 3000), st.integers(0, 2**31))
-def test_the_largest_have_the_same_bits(density: float, sixteens: int, seed: int) -> None:
+@given(
+    density=st.sampled_from([0.001, 0.01, 0.05, 0.5, 1.0]), sixteens=st.integers(1, 3000), seed=st.integers(0, 2**31)
+)
+def the_largest_have_the_same_bits(side: Side, density: float, sixteens: int, seed: int) -> None:
     """No two magnitudes are equal."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(16 * sixteens, generator=generator)
     values = (order + 1).float() * (1 - 2 * (order % 2)) * 2.0**-20
-    assert_same_bits(*by_both(TopK(density=density), values, chunk_of(len(values))))
+    assert_same_bits(*by_both(side, TopK(density=density), values, chunk_of(len(values))))
+
+
+def test_the_largest_have_the_same_bits() -> None:
+    pytest.importorskip("numba")
+    the_largest_have_the_same_bits(Side("numba"))
 
 
 @pytest.mark.parametrize("kind", ["few values", "zeros", "large ones sampled", "small ones sampled", "nan"])
@@ -188,87 +303,6 @@ def test_a_spoiled_payload_is_refused(density: float) -> None:
         codec.decode(torch.full_like(codec.encode(codec.random()), 255))
 
 
-@pytest.mark.parametrize("method", [Int8(), Int4(), OneBit(), TopK()], ids=lambda method: method.name)
-def test_kernels_run_where_they_can(method: Compression) -> None:
-    pytest.importorskip("numba")
-    kernels.use("auto")
-    assert kernels.in_use() == "numba"
-    assert kernels.prepare(method, CPU) == "numba"
-    assert kernels.prepare(method, torch.device("cuda")) == "torch"
-    assert kernels.kernel_for(method, torch.empty(8)) is not None
-    for other in (
-        torch.empty(8, device="meta"),
-        torch.empty(8, requires_grad=True),
-        torch.empty(8, 2)[:, 0],
-        FakeTensorMode().from_tensor(torch.empty(8)),
-    ):
-        assert kernels.kernel_for(method, torch.empty(8), other) is None
-    kernels.use("torch")
-    assert kernels.kernel_for(method, torch.empty(8)) is None
-
-
-class Halved(Int8):
-    """A user's method."""
-
-    def encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, context: Context) -> None:
-        super().encode_blocks(values, scales, codes, context)
-        values.mul_(0.5)
-
-
-def test_methods_without_a_kernel_keep_their_own_code() -> None:
-    pytest.importorskip("numba")
-    kernels.use("numba")
-    for method in (BF16(), Int8(stochastic=True), Halved()):
-        assert kernels.prepare(method, CPU) == "torch"
-    values = Codec(Int8()).random()
-    plain, halved = values.clone(), values.clone()
-    Codec(Int8()).encode(plain)
-    Codec(Halved()).encode(halved)
-    assert torch.equal(halved, plain * 0.5)
-
-
-def test_memory_that_is_not_contiguous_takes_the_torch_path() -> None:
-    pytest.importorskip("numba")
-    kernels.use("numba")
-    codec = Codec(Int8(block=8), {"p": (32, 64)})
-    payload = codec.encode(codec.random())
-    out = torch.zeros(2 * codec.layout.packed_numel)[::2]
-    codec.method.decode(payload, out, codec.context)
-    assert torch.equal(out, codec.decode(payload))
-
-
-def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COMMOPT_KERNELS", "torch")
-    kernels._chosen = None
-    assert kernels.in_use() == "torch"
-    monkeypatch.setenv("COMMOPT_KERNELS", "fast")
-    kernels._chosen = None
-    with pytest.raises(ValueError, match=r"`COMMOPT_KERNELS='fast'` must be one of 'auto', 'torch', 'numba'"):
-        kernels.prepare(Int8(), CPU)
-    with pytest.raises(ValueError, match=r"`kernels='c'` must be one of"):
-        kernels.use("c")  # type: ignore[arg-type]
-
-
-def test_without_numba_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "numba", None)
-    with pytest.raises(ModuleNotFoundError, match=r"`kernels='numba'` needs numba: `pip install"):
-        kernels.use("numba")
-    kernels.use("auto")
-    assert kernels.in_use() == kernels.prepare(Int8(), CPU) == "torch"
-
-
-def test_numba_that_refuses_to_load_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> None:
-        raise ImportError("Numba needs NumPy 2.4 or less")
-
-    monkeypatch.setattr(kernels.importlib, "import_module", refuse)
-    with pytest.warns(UserWarning, match=r"cannot be imported, so codecs run in plain torch: Numba needs NumPy"):
-        kernels.use("auto")
-    assert kernels.in_use() == "torch"
-    with pytest.raises(ImportError, match="NumPy 2.4"):
-        kernels.use("numba")
-
-
 def doubled(value: float) -> float:
     return value * 2
 
@@ -278,7 +312,7 @@ def test_compiled_code_is_kept_where_it_can_be(
     writable: bool, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numba = pytest.importorskip("numba")
-    from lightning_commopt.compression.kernels.compiler import compiled
+    from lightning_commopt.compression.kernels.numba.compiler import compiled
 
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(folder))

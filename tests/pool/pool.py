@@ -74,15 +74,23 @@ class WorkerPool:
         size: Largest world size.
         backend: Backend of the default process group.
         grace: Seconds that the other ranks have to answer after one has failed.
+        environment: Variables that are set before anything is imported.
 
     Attributes:
         output: What each rank of the last run printed (stdout and stderr).
     """
 
-    def __init__(self, size: int = 4, backend: str = "gloo", grace: float = 5.0) -> None:
+    def __init__(
+        self,
+        size: int = 4,
+        backend: str = "gloo",
+        grace: float = 5.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.size = size
         self.backend = backend
         self.grace = grace
+        self.environment = dict(environment or {})
         self.output: dict[int, str] = {}
         self._folder: Path | None = None
         self._listener = socket.socket(socket.AF_UNIX)
@@ -152,7 +160,7 @@ class WorkerPool:
         folder = Path(tempfile.mkdtemp(prefix="pool-"))
         self._listener.bind(str(folder / "pool.sock"))
         self._listener.listen()
-        self._supervisors = [_start_supervisor(rank, folder) for rank in range(self.size)]
+        self._supervisors = [_start_supervisor(rank, folder, self.environment) for rank in range(self.size)]
         return folder
 
     def _take(self, world: int) -> dict[int, _Worker]:
@@ -240,7 +248,7 @@ def _died_first(outcomes: Mapping[int, _Outcome]) -> dict[int, _Outcome]:
     return died | dict(outcomes)
 
 
-def _start_supervisor(rank: int, folder: Path) -> subprocess.Popen[bytes]:
+def _start_supervisor(rank: int, folder: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
         "PYTHONHASHSEED": str(rank + 1),
@@ -248,6 +256,7 @@ def _start_supervisor(rank: int, folder: Path) -> subprocess.Popen[bytes]:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",  # a library that starts threads at import makes fork unsafe
         "MKL_NUM_THREADS": "1",
+        **variables,
     }
     command = [sys.executable, "-m", "tests.pool.worker", str(rank), str(folder), str(os.getpid())]
     with open(folder / f"supervisor{rank}.log", "wb") as log:

@@ -36,9 +36,10 @@ _PRELOAD = (
     "psutil",
     "pytest",
     "lightning_commopt",
-    "lightning_commopt.compression.kernels.quantized",
-    "lightning_commopt.compression.kernels.signs",
-    "lightning_commopt.compression.kernels.largest",
+    "lightning_commopt.compression.kernels.numba.quantized",
+    "lightning_commopt.compression.kernels.numba.signs",
+    "lightning_commopt.compression.kernels.numba.largest",
+    "lightning_commopt.compression.kernels.numba.packing",
 )
 _PR_SET_PDEATHSIG = 1
 _STACKS_SIGNAL = signal.SIGUSR2

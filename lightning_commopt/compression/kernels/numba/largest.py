@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compression.base import Compression
-from lightning_commopt.compression.kernels.bfloat16 import rounded, widened
-from lightning_commopt.compression.kernels.compiler import compiled, part_of_kernels
 from lightning_commopt.compression.kernels.kernel import Kernel
+from lightning_commopt.compression.kernels.numba.bfloat16 import rounded, widened
+from lightning_commopt.compression.kernels.numba.compiler import compiled, part_of_kernels
 from lightning_commopt.compression.topk import TopK
 
 __all__ = ["kernel_of"]

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_commopt.compression.kernels.compiler import part_of_kernels
+from lightning_commopt.compression.kernels.numba.compiler import part_of_kernels
 
 __all__ = ["rounded", "widened"]
 

@@ -1,0 +1,261 @@
+"""`auto`: what it decides on links that are fast, slow, or only seem so, and how decisions outlive a run."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_commopt import AutoPolicy, CommOptStrategy
+from lightning_commopt.routes import GlooTransport
+from lightning_commopt.strategies import auto
+from lightning_commopt.tuning import Choice, Decision, link_probe, memory_advice
+from tests.pool import WorkerPool
+from tests.strategies.toy import SMALL_BUCKETS, Batch, Fit, Regression, batches, fit
+
+BYTES_PER_SECOND = 1e6
+STEPS = 30
+LENIENT = AutoPolicy(error_budget=0.9)
+
+
+def plant_slow_messages() -> None:
+    """Let our own messages, and the probe's all-reduce, take as long as on a slow link."""
+    exchange, all_reduce = GlooTransport._exchange, link_probe._all_reduce
+
+    def slow_exchange(self: GlooTransport, send: list[Tensor], receive: Tensor) -> None:
+        exchange(self, send, receive)
+        time.sleep(send[0].nbytes * (self.world - 1) / BYTES_PER_SECOND)
+
+    def slow_all_reduce(*args: Any) -> link_probe._Way:
+        way = all_reduce(*args)
+
+        def run(nbytes: int) -> None:
+            way.run(nbytes)
+            time.sleep(way.sent(nbytes) / BYTES_PER_SECOND)
+
+        return link_probe._Way(run, way.sent, way.hops)
+
+    GlooTransport._exchange = slow_exchange  # type: ignore[method-assign]
+    link_probe._all_reduce = slow_all_reduce
+
+
+def plant_slow_reducer() -> None:
+    """Let a step under DDP's own reducer take as long as on a slow link."""
+    ended = auto.Auto.backward_ended
+
+    def slow_backward_ended(self: auto.Auto) -> None:
+        if self._strategy._path is None:
+            world = self._strategy.world_size
+            nbytes = 4 * sum(p.numel() for p in self._strategy.model.parameters())  # type: ignore[union-attr]
+            time.sleep(2 * (world - 1) / world * nbytes / BYTES_PER_SECOND)
+        ended(self)
+
+    auto.Auto.backward_ended = slow_backward_ended  # type: ignore[method-assign]
+
+
+@dataclass
+class Ran:
+    """What a rank saw of a fit under `auto`."""
+
+    fit: Fit
+    decisions: tuple[Decision, ...]
+
+    @property
+    def methods(self) -> list[str]:
+        """Words of what was decided, in order."""
+        return [decision.choice.method for decision in self.decisions]
+
+
+def run_auto(
+    policy: AutoPolicy,
+    plants: Sequence[Callable[[], None]] = (),
+    model: Callable[[], Regression] = Regression,
+    ckpt_path: Path | None = None,
+    steps: int = STEPS,
+    **options: Any,
+) -> Ran:
+    """Fit under `auto`."""
+    for plant in plants:
+        plant()
+    strategy = CommOptStrategy(policy, **options.pop("strategy", SMALL_BUCKETS))
+    ran = fit(strategy, model(), batches(steps), ckpt_path, **options)
+    assert strategy._auto is not None
+    assert strategy._auto.tuner is not None
+    return Ran(ran, strategy._auto.tuner.state.decisions)
+
+
+def assert_alike(ranks: Sequence[Ran]) -> None:
+    """All ranks took the same decisions and have the same parameters."""
+    for ran in ranks:
+        assert ran.decisions == ranks[0].decisions
+        assert torch.equal(ran.fit.parameters, ranks[0].fit.parameters)
+        assert not ran.fit.warnings
+
+
+def run_dense(model: Callable[[], Regression] = Regression) -> Fit:
+    return fit(DDPStrategy(**SMALL_BUCKETS), model(), batches(STEPS))  # type: ignore[arg-type]
+
+
+# ---- fast links -----------------------------------------------------------------------------------------------------
+
+
+class Straggling(Regression):
+    """Rank 1 takes its time in each step."""
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if self.global_rank == 1:
+            time.sleep(0.03)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("model", [Regression, Straggling])
+def test_nothing_is_chosen_where_nothing_is_to_be_won(pool: WorkerPool, model: type[Regression]) -> None:
+    ranks = pool.run(run_auto, 3, AutoPolicy(), (), model)
+    assert_alike(ranks)
+    for ran, dense in zip(ranks, pool.run(run_dense, 3), strict=True):
+        assert ran.methods == ["none"]
+        assert "nothing to win" in ran.fit.explain
+        assert torch.equal(ran.fit.parameters, dense.parameters)
+        assert not ran.fit.hook
+
+
+# ---- slow links -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_slow_link_gets_a_method(pool: WorkerPool, world: int) -> None:
+    ranks = pool.run(run_auto, world, LENIENT, (plant_slow_messages, plant_slow_reducer))
+    assert_alike(ranks)
+    assert ranks[0].methods[-1] in ("int8", "int4")
+    assert ranks[0].decisions[-1].step <= 12
+    for ran in ranks:
+        stats = ran.fit.stats
+        assert stats is not None
+        assert stats.rounds == STEPS
+        assert stats.method == ranks[0].methods[-1]
+        assert stats.promised.total == stats.sent_bytes
+        assert "predicted" in ran.fit.explain
+        assert "measured" in ran.fit.explain
+    assert pool.output[0].count("predicted") >= 2
+    assert "commopt auto" not in pool.output[1]
+
+
+def test_a_choice_that_lost_is_taken_back(pool: WorkerPool) -> None:
+    ranks = pool.run(run_auto, 2, LENIENT, (plant_slow_messages,))
+    assert_alike(ranks)
+    assert ranks[0].methods[-1] == "none"
+    assert "taken back" in ranks[0].decisions[-1].reason
+    for ran in ranks:
+        assert not ran.fit.hook
+        assert ran.fit.stats is not None
+        assert ran.fit.stats.rounds == STEPS
+
+
+def test_an_error_beyond_the_budget_steps_back(pool: WorkerPool) -> None:
+    strict = AutoPolicy(error_budget=1e-4)
+    ranks = pool.run(run_auto, 2, strict, (plant_slow_messages, plant_slow_reducer))
+    assert_alike(ranks)
+    assert ranks[0].methods[-1] == "bf16"
+    assert "beyond the budget of 0.00: back to bf16" in ranks[0].decisions[-1].reason
+
+
+def test_means_are_compared_now_and_then(pool: WorkerPool) -> None:
+    often = AutoPolicy(error_budget=0.9, cosine_every=5, check_every=5)
+    ranks = pool.run(run_auto, 2, often, (plant_slow_messages, plant_slow_reducer))
+    assert_alike(ranks)
+    stats = ranks[0].fit.stats
+    assert stats is not None
+    assert stats.promised.total == stats.sent_bytes
+    assert ranks[0].methods[-1] in ("int8", "int4")
+
+
+# ---- a checkpoint keeps decisions -----------------------------------------------------------------------------------
+
+
+class SaveFirst(pl.Callback):
+    """Saves at the end of the first epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def run_and_save(path: Path, policy: AutoPolicy) -> Ran:
+    return run_auto(
+        policy, (plant_slow_messages, plant_slow_reducer), steps=9, max_epochs=2, callbacks=[SaveFirst(path)]
+    )
+
+
+def resume_with_log(path: Path, policy: AutoPolicy, log: tuple[Decision, ...]) -> Ran:
+    """Go on, with the decisions that the run that never stopped took."""
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint[auto.KEY]["tuner"]["decisions"] = [decision.to_dict() for decision in log]
+    mine = path.with_suffix(f".{dist.get_rank()}")
+    torch.save(checkpoint, mine)
+    plants = (plant_slow_messages, plant_slow_reducer)
+    return run_auto(policy, plants, ckpt_path=mine, steps=9, max_epochs=2)
+
+
+@pytest.mark.parametrize("budget", [0.9, 1e-4], ids=["decided before", "steps back after"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_resume_is_exact_given_the_log(pool: WorkerPool, tmp_path: Path, world: int, budget: float) -> None:
+    policy = AutoPolicy(error_budget=budget)
+    whole = pool.run(run_and_save, world, tmp_path / "first.ckpt", policy)
+    assert_alike(whole)
+    late = [decision for decision in whole[0].decisions if decision.step > 9]
+    assert bool(late) == (budget < 0.9)
+    resumed = pool.run(resume_with_log, world, tmp_path / "first.ckpt", policy, whole[0].decisions)
+    for one, other in zip(whole, resumed, strict=True):
+        assert other.decisions == one.decisions
+        assert torch.equal(other.fit.parameters, one.fit.parameters)
+
+
+# ---- options and memory ---------------------------------------------------------------------------------------------
+
+
+def test_policies_are_options() -> None:
+    strategy = CommOptStrategy(AutoPolicy(harshest="bf16"))
+    assert strategy._is_auto
+    assert strategy._policy == AutoPolicy(harshest="bf16")
+    assert CommOptStrategy()._policy == AutoPolicy()
+    assert CommOptStrategy("int8")._policy is None
+
+
+def blocked(options: dict[str, Any]) -> str:
+    return fit(CommOptStrategy(**options), Regression(), batches(3)).explain
+
+
+def test_what_forbids_a_choice_is_said(pool: WorkerPool) -> None:
+    for line in pool.run(blocked, 2, {"static_graph": True}):
+        assert "auto cannot choose a method: `static_graph` cannot be combined" in line
+
+
+def test_tight_memory_is_told() -> None:
+    model = Regression("adamw")
+    nbytes = sum(p.nbytes for p in model.parameters())
+    optimizers = [model.configure_optimizers()]
+    assert memory_advice(model, optimizers, 4 * nbytes, 2).startswith("Parameters, gradients, optimizer state")
+    assert "(100%)" in memory_advice(model, optimizers, 4 * nbytes, 2)
+    assert "hybrid sharding" in memory_advice(model, optimizers, 4 * nbytes, 2)
+    assert memory_advice(model, optimizers, 6 * nbytes, 2) == ""
+    assert memory_advice(model, [torch.optim.SGD(model.parameters(), 0.1)], 4 * nbytes, 2) == ""
+    assert memory_advice(model, optimizers, 6 * nbytes, 2, residual_bytes=nbytes) != ""
+    assert memory_advice(model, optimizers, None, 2) == ""
+
+
+def test_choices_are_plain_values() -> None:
+    decision = Decision(4, Choice("int8", 1.0), "why", 1.0, 2.0, (("none", None, 2.0), ("int8", 1.0, 1.0)))
+    assert Decision.from_dict(decision.to_dict()) == decision

@@ -1,0 +1,1 @@
+"""Tests of measuring, predicting and choosing."""
