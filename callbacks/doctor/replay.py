@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -85,20 +84,19 @@ class Replay:
             setattr(module, name, _log_nothing)
 
     def losses(self, steps: list[RecordedStep]) -> tuple[list[float], str]:
-        """Return the mean loss of each step, and what went wrong, if anything. A collective."""
+        """Return the mean loss of each step, and what went wrong, if anything. A collective; it sets random streams."""
         losses: list[float] = []
         mine = ""
-        with isolate_rng():
-            for step in steps:
-                everyone = self._run.all_gather((mine, step.batches))
-                errors = [error for error, _ in everyone if error]
-                if errors:
-                    return losses, errors[0]
-                try:
-                    losses.append(self._step(step, [batches for _, batches in everyone]))
-                except Exception as error:  # it runs the user's code
-                    mine = f"{type(error).__name__}: {error}"
-            errors = [error for error in self._run.all_gather(mine) if error]
+        for step in steps:
+            everyone = self._run.all_gather((mine, step.batches))
+            errors = [error for error, _ in everyone if error]
+            if errors:
+                return losses, errors[0]
+            try:
+                losses.append(self._step(step, [batches for _, batches in everyone]))
+            except Exception as error:  # it runs the user's code
+                mine = f"{type(error).__name__}: {error}"
+        errors = [error for error in self._run.all_gather(mine) if error]
         return losses, next(iter(errors), "")
 
     def _step(self, step: RecordedStep, everyone: list[list[MicroBatch]]) -> float:

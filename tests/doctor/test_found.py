@@ -323,6 +323,16 @@ class Tampered(Net):
                 parameter.grad.mul_(3)
 
 
+class Scheduled(Net):
+    """Its learning rate changes in every step."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
 def reference_case(model: type[Net], strategy: str, accumulate: int) -> list[Finding]:
     """Repeat the first five steps in one process."""
     made = model()
@@ -342,7 +352,7 @@ def test_loss_that_parts_from_one_process(pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize(("strategy", "accumulate"), [("ddp", 1), ("ddp", 2), ("commopt_bf16", 2)])
 def test_loss_equal_to_that_of_one_process(pool: WorkerPool, strategy: str, accumulate: int) -> None:
-    (answer,) = pool.run(reference_case, 2, Net, strategy, accumulate)[0]
+    (answer,) = pool.run(reference_case, 2, Scheduled, strategy, accumulate)[0]
     assert not answer.found
     assert answer.number is not None
     assert answer.number < (1e-6 if strategy == "ddp" else 1e-3)
