@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from examples.byte_gpt import ByteGPT
 from lightning_commopt.pipeline.deferred_linear import DeferredWeights, linear
 from lightning_commopt.pipeline.tensor_parallel import PLANS, Column, Row, Split, TensorParallel, TensorParallelPlan
-from tests.pool import WorkerPool
+from tests.pool import WorkerFailure, WorkerPool
 
 VOCABULARY = 64
 
@@ -188,3 +188,18 @@ def test_refused(layers: dict[str, Column | Row], ranks: int, message: str) -> N
 def test_a_wrong_kind_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("`*.q: 'diagonal'` must be `column`, `row`")):
         TensorParallelPlan({"*.q": "diagonal"})  # type: ignore[dict-item]
+
+
+def shard_twice() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    model = ByteGPT(width=8, depth=1, heads=2)
+    TensorParallel(PLANS["byte_gpt"], group).shard(model)
+    TensorParallel(PLANS["byte_gpt"], group).shard(model)
+
+
+def test_a_replaced_forward_is_refused(pool: WorkerPool) -> None:
+    with pytest.raises(
+        WorkerFailure, match=re.escape("`blocks.0.attention_in.forward` was replaced: divide the model")
+    ):
+        pool.run(shard_twice, 1)

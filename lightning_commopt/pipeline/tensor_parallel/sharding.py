@@ -67,7 +67,13 @@ class TensorParallel:
         Args:
             module: The model, or what a pipeline stage holds of it; :meth:`TensorParallelPlan.check` the whole before.
 
+        Raises:
+            ValueError: A layer of the plan has a ``forward`` of its own, such as that of installed deferred weights.
+
         """
+        for name, layer in module.named_modules():
+            if self._plan.kind(name) is not None and "forward" in vars(layer):
+                raise ValueError(f"`{name}.forward` was replaced: divide the model first, or take it out of the plan.")
         for name, layer in list(module.named_modules()):
             kind = self._plan.kind(name)
             if kind is not None and can_divide(layer):
