@@ -372,6 +372,7 @@ class GradientPath:
                     if place <= start < place + len(whole):
                         whole[start - place : start - place + len(values)].add_(values, alpha=self.transport.world)
         self._loaded = {"first": first}
+        self._error_samples, self.error_due, self.mean_check.cosine = [], True, None
         self.method = method
         self.kernels = kernels.prepare(method, self.device)
         self.route = route_for(method, self.transport, self.scratch, self.recorder)
