@@ -1,10 +1,12 @@
-"""How long codecs take: plain torch, `torch.compile`, and compiled CPU kernels, beside a plain copy.
+"""How long codecs take: plain torch, `torch.compile`, and kernels (numba's or Triton's), beside a plain copy.
 
     python -m benchmarks.kernels                       # all methods, 4.2 M elements, one thread, on the device there is
+    python -m benchmarks.kernels --device cuda         # Triton's kernels; `cpu`: numba's
     python -m benchmarks.kernels --methods int8        # some of them
     python -m benchmarks.kernels --no-compile          # without torch.compile, which takes half a minute a method
 
-Times are the least of many runs, in ms. GB/s counts the fp32 elements once. Encoding works in place on input plus
+Times are the least of many runs, in ms; on a GPU, starting and waiting are part of them. GB/s counts the fp32
+elements once, and the last column sets it against that of a plain copy. Encoding works in place on input plus
 residual and leaves the new residual; making that sum is the row `input + residual`.
 
 `torch.compile` gets the methods' equations as functions of whole tensors: of the methods' own code, whose operations
@@ -130,7 +132,7 @@ def take_signs(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scales, codes and residual of onebit, as an expression."""
     scales = blocks.abs().mean(1, keepdim=True).bfloat16()
     positive = blocks >= 0
-    weights = 1 << torch.arange(8, dtype=torch.uint8)
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=blocks.device)
     codes = (positive.view(len(blocks), -1, 8).to(torch.uint8) * weights).sum(2, dtype=torch.uint8)
     step = scales.float()
     return scales, codes, blocks - torch.where(positive, step, -step)
@@ -148,7 +150,7 @@ def add_int4(out: Tensor, scales: Tensor, codes: Tensor) -> Tensor:
 
 def add_signs(out: Tensor, scales: Tensor, codes: Tensor) -> Tensor:
     """Decoded onebit, added."""
-    bits = (codes[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    bits = (codes[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=codes.device)) & 1
     return out + (bits.view(len(out), -1).float() * 2 - 1) * scales.float()
 
 
@@ -175,8 +177,8 @@ def compiled(name: str, chunk: Chunk, runs: int) -> list[Timing]:
     ]
 
 
-def measure(name: str, device: torch.device, runs: int, compile: bool) -> Iterator[tuple[str, list[str]]]:
-    """Yield the operation and the cells of each row of one method."""
+def measure(name: str, device: torch.device, runs: int, compile: bool) -> Iterator[tuple[str, list[str], float]]:
+    """Yield the operation, the cells and the least time in ms of each row of one method."""
     method = METHODS[name]
     chunk = Chunk(method, device)
     fused = compiled(name, chunk, runs) if compile else []
@@ -187,11 +189,11 @@ def measure(name: str, device: torch.device, runs: int, compile: bool) -> Iterat
         plain = timed(operation, chunk.restore, device, runs if method.name != "topk" else max(3, runs // 10))
         times = [plain, *fused[i : i + 1]]
         kernels.use("auto")
-        cells = [f"{plain.ms:.2f}", f"{fused[i].ms:.2f} ({fused[i].first:.0f} s)" if fused else "-", "-"]
-        if kernels.prepare(method, device) == "numba":
+        cells = [f"{plain.ms:.3f}", f"{fused[i].ms:.3f} ({fused[i].first:.0f} s)" if fused else "-", "-"]
+        if kernels.prepare(method, device) != "torch":
             times.append(timed(operation, chunk.restore, device, runs))
-            cells[2] = f"{times[-1].ms:.2f}"
-        yield title, [*cells, f"{4e-6 * ROWS * COLUMNS / min(t.ms for t in times):.1f}"]
+            cells[2] = f"{times[-1].ms:.3f}"
+        yield title, cells, min(t.ms for t in times)
 
 
 def passes(device: torch.device, runs: int) -> Iterator[tuple[str, float]]:
@@ -201,25 +203,39 @@ def passes(device: torch.device, runs: int) -> Iterator[tuple[str, float]]:
     yield "input + residual", timed(lambda: torch.add(a, b, out=c), lambda: None, device, runs).ms
 
 
+def rate(ms: float) -> float:
+    """GB/s of the fp32 elements."""
+    return 4e-6 * ROWS * COLUMNS / ms
+
+
+def name_of(device: torch.device) -> str:
+    """What is measured."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--runs", type=int, default=40, help="runs of which the least is taken")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch on the CPU")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"{ROWS} x {COLUMNS} on {device}, torch {torch.__version__}, {arguments.threads} thread(s)\n")
-    print("| method | operation | torch, ms | torch.compile, ms (first call) | kernel, ms | best, GB/s |")
-    print("|---|---|---|---|---|---|")
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    print(f"{ROWS} x {COLUMNS} on {name_of(device)}, torch {torch.__version__}, {arguments.threads} thread(s)\n")
+    kernel = {"numba": "numba, ms", "triton": "Triton, ms", "torch": "no kernel"}[kernels.compiler_for(device.type)]
+    print(f"| method | operation | torch, ms | torch.compile, ms (first call) | {kernel} | best, GB/s | of a copy |")
+    print("|---|---|---|---|---|---|---|")
     with torch.no_grad():
+        copy = 0.0
         for name, ms in passes(device, arguments.runs):
-            print(f"| - | {name} | {ms:.2f} | | | {4e-6 * ROWS * COLUMNS / ms:.1f} |")
+            copy = copy or ms
+            print(f"| - | {name} | {ms:.3f} | | | {rate(ms):.1f} | {copy / ms:.2f} |")
         for name in arguments.methods:
-            for operation, cells in measure(name, device, arguments.runs, not arguments.no_compile):
-                print(f"| {name} | {operation} | {' | '.join(cells)} |", flush=True)
+            for operation, cells, ms in measure(name, device, arguments.runs, not arguments.no_compile):
+                print(f"| {name} | {operation} | {' | '.join(cells)} | {rate(ms):.1f} | {copy / ms:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ if __name__ != "lightning_commopt.callbacks":
         "Import `lightning_commopt.callbacks` instead."
     )
 
+from lightning_commopt.callbacks.doctor import DistributedDoctor, Finding
 from lightning_commopt.callbacks.lr_scaling import LinearLRScaling
 from lightning_commopt.callbacks.monitor import CommMonitor, CommSummary, RankTimes, StepAverages
 from lightning_commopt.callbacks.profiler import CommProfiler, TraceTimes
@@ -14,6 +15,8 @@ __all__ = [
     "CommMonitor",
     "CommProfiler",
     "CommSummary",
+    "DistributedDoctor",
+    "Finding",
     "LinearLRScaling",
     "RankTimes",
     "StepAverages",

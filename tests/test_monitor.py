@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -22,16 +23,29 @@ from lightning_commopt.callbacks.monitor.end_table import plain_table
 from lightning_commopt.callbacks.monitor.replicas import bits_hash
 from lightning_commopt.callbacks.monitor.step_clock import StepClock
 from lightning_commopt.routes import ControlGroup
+from lightning_commopt.routes.transport import GlooTransport
 from tests.pool import WorkerFailure, WorkerPool, trainer
 
 KEYS = {
     "commopt/samples_per_s",
+    "commopt/samples_per_s_per_rank",
     "commopt/step_ms",
     "commopt/compute_ms",
     "commopt/exposed_comm_ms",
     "commopt/waiting_ms",
+    "commopt/transfer_ms",
+    "commopt/comm_ratio",
+    "commopt/waiting_ratio",
+    "commopt/overlap_ratio",
+    "commopt/scaling_efficiency",
+    "commopt/slowest_rank",
     "commopt/sent_mb_per_step",
+    "commopt/sent_payload_mb_per_step",
+    "commopt/sent_exact_mb_per_step",
+    "commopt/sent_header_mb_per_step",
+    "commopt/sent_inside_node_mb_per_step",
     "commopt/compression_ratio",
+    "commopt/cpu_busy_cores",
 }
 
 
@@ -180,6 +194,39 @@ def test_time_for_a_slow_rank_is_waiting(pool: WorkerPool, strategy: str, slow_r
     assert slow.compute_ms > fast.compute_ms + 25
     assert fast.waiting_ms > slow.waiting_ms + 25
     assert fast.exposed_comm_ms < 25
+    assert summary.slowest_rank == slow_rank
+    assert summary.advice.bound_by == "waiting"
+    assert f"Rank {slow_rank} computes longest" in summary.advice.sentence
+
+
+def summary_on_a_slow_link() -> CommSummary | None:
+    """Train where every exchange of messages takes 50 ms longer, on all ranks alike."""
+    exchange = GlooTransport._exchange
+
+    def slow(self: GlooTransport, *args: Any) -> None:
+        dist.barrier(self.group)
+        time.sleep(0.05)
+        exchange(self, *args)
+
+    GlooTransport._exchange = slow  # type: ignore[method-assign]
+    return fit("commopt_int8")[1].summary
+
+
+def test_time_on_a_slow_link_is_communication(pool: WorkerPool) -> None:
+    summary = pool.run(summary_on_a_slow_link, 2)[0]
+    assert summary is not None
+    assert summary.transfer_ms is not None
+    assert summary.transfer_ms > 45
+    assert min(rank.exposed_comm_ms for rank in summary.by_rank) > 25
+    assert summary.advice.bound_by == "communication"
+    assert "`int4` instead of `int8`" in summary.advice.sentence
+
+
+def test_exact_times_are_complete(pool: WorkerPool) -> None:
+    summary = pool.run(summary_of, 2, "commopt_int8", net=Net(1), monitor=CommMonitor(exact=True))[0]
+    parts = summary.compute_ms + summary.exposed_comm_ms + summary.waiting_ms
+    assert parts == pytest.approx(summary.step_ms)
+    assert summary.by_rank[0].waiting_ms > summary.by_rank[1].waiting_ms + 25
 
 
 def logged(folder: str) -> None:
@@ -195,6 +242,9 @@ def test_loggers_get_every_key(pool: WorkerPool, tmp_path: Path) -> None:
     assert sorted(ours) == [5, 10]
     for row in ours.values():
         assert all(float(row[key]) >= 0 for key in KEYS | {"commopt/compression_error"})
+        by_kind = [float(row[f"commopt/sent_{kind}_mb_per_step"]) for kind in ("payload", "exact", "header")]
+        assert sum(by_kind) == pytest.approx(float(row["commopt/sent_mb_per_step"]))
+        assert float(row["commopt/samples_per_s_per_rank"]) == pytest.approx(float(row["commopt/samples_per_s"]) / 2)
     events = next((tmp_path / "tensorboard/version_0").glob("events.*")).read_bytes()
     assert all(key.encode() in events for key in KEYS)
 
@@ -415,6 +465,22 @@ def test_clock_leaves_out_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (second.steps, second.seconds, second.barrier_seconds, second.samples) == (2, 1.0, 0.0, None)
 
 
+def test_processor_time_is_counted_with_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"perf_counter": 0.0, "process_time": 0.0}
+    for name in now:
+        monkeypatch.setattr(time, name, lambda name=name: now[name])
+    clock = StepClock()
+    clock.resume()
+    now |= {"perf_counter": 1.0, "process_time": 1.5}
+    with clock.paused():
+        now |= {"perf_counter": 3.0, "process_time": 5.0}
+    first = clock.close_step()
+    assert (first.seconds, first.cpu_seconds) == (1.0, 1.5)
+    now |= {"perf_counter": 5.0, "process_time": 6.0}
+    second = clock.close_step() - first
+    assert (second.seconds, second.cpu_seconds) == (2.0, 1.0)
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.uint8, torch.bool]
 )
@@ -471,4 +537,5 @@ def test_plain_table() -> None:
         "  extra memory                43.6  MB a rank",
         "  val_loss                  2.6017  last validation",
         "  replicas equal                NO  `layer.weight` on rank 1 differs from rank 0",
+        summary.advice.sentence,
     ]

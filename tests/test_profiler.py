@@ -1,8 +1,10 @@
 """`CommProfiler`: traces of every rank, and what they say."""
 
+import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +65,7 @@ def test_every_rank_writes_a_trace(pool: WorkerPool, tmp_path: Path, strategy: s
         names = [event["name"] for event in events]
         assert sum(name.startswith("ProfilerStep#") for name in names) == 2
         spans = {name.removeprefix("lightning_commopt::") for name in names if name.startswith("lightning_commopt::")}
-        assert spans >= ({"encode", "collective", "decode"} if "commopt" in strategy else set())
+        assert spans >= ({"encode", "all_gather", "decode"} if "commopt" in strategy else set())
         assert 0 < times.compute_ms < times.step_ms
         assert (times.communication_ms > 0) == (world > 1)
         assert (times.codec_ms > 0) == ("commopt" in strategy)
@@ -144,6 +146,36 @@ def test_what_cannot_be_is_an_error() -> None:
     cpu.profiler = PyTorchProfiler()
     with pytest.raises(ValueError, match="Only one PyTorch profiler"):
         CommProfiler().setup(cpu, LightningModule(), "fit")
+
+
+def test_nvtx_ranges_lie_within_the_marks_for_nsys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def called(name: str) -> Any:
+        return lambda *args: calls.append(name)
+
+    @contextlib.contextmanager
+    def emit() -> Iterator[None]:
+        calls.append("ranges")
+        yield
+        calls.append("no ranges")
+
+    monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", emit)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda.nvtx, "mark", called("step"))
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, called(name))
+    t: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda")), profiler=None, global_step=0)
+    profiler = CommProfiler(1, 2, tmp_path, nvtx=True)
+    profiler.setup(t, LightningModule(), "fit")
+    profiler.on_train_start(t, LightningModule())
+    for _ in range(5):
+        profiler.on_train_batch_start(t)
+        t.global_step += 1
+        profiler.on_train_batch_end(t)
+    profiler.on_train_end(t, LightningModule())
+    assert calls == ["start", "ranges", "step", "no ranges", "stop"]
+    assert not any(tmp_path.iterdir())
 
 
 def event(name: str, start: float, end: float, thread: int = 1, kind: str = "cpu_op") -> dict[str, Any]:

@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commopt.callbacks.lr_scaling.groups import unscale
-from lightning_commopt.callbacks.lr_scaling.options import LRScalingOptions, Rule, Schedule
+from lightning_commopt.callbacks.lr_scaling.guard import OscillationGuard
+from lightning_commopt.callbacks.lr_scaling.options import LRScalingOptions, OnOscillation, Rule, Schedule
 from lightning_commopt.callbacks.lr_scaling.report import announce
 from lightning_commopt.callbacks.lr_scaling.scaler import LRScaler
 
@@ -60,6 +61,10 @@ class LinearLRScaling(Callback):
         min_factor: Where the cosine ends, as a part (0 to 1) of the peak rate.
         total_steps: Applied steps, warm-up included, at the end of the cosine. None: all steps of the fit.
         batch_size_per_device: Samples of one batch on one device. None: what the training DataLoader says.
+        on_oscillation: What to do when the mean loss over ranks, watched in windows of ten optimizer steps, swings
+            without falling or rises far above its best. ``"warn"``: say so, with advice. ``"reduce"``: halve the rate,
+            on all ranks at the same step, again if need be, and at most down to the base rate; checkpoints keep it.
+            ``"off"``: nothing is watched. Watching costs one small all-reduce in ten steps.
 
     Raises:
         ValueError: An option is out of its bounds or cannot be honoured; the message says what to do instead.
@@ -85,6 +90,7 @@ class LinearLRScaling(Callback):
         min_factor: float = 0.0,
         total_steps: int | None = None,
         batch_size_per_device: int | None = None,
+        on_oscillation: OnOscillation = "off",
     ) -> None:
         self.options = LRScalingOptions(
             base_batch_size=base_batch_size,
@@ -96,10 +102,12 @@ class LinearLRScaling(Callback):
             min_factor=min_factor,
             total_steps=total_steps,
             batch_size_per_device=batch_size_per_device,
+            on_oscillation=on_oscillation,
         )
         self.effective_batch_size: float | None = None
         self.factor: float | None = None
         self._scaler: LRScaler | None = None
+        self._guard: OscillationGuard | None = None
         self._state: dict[str, Any] = {}
 
     @override
@@ -117,6 +125,9 @@ class LinearLRScaling(Callback):
         self._scaler = LRScaler(trainer, self.options, self._applied)
         self._note_batch(self._scaler)
         announce(self._scaler, self.options, self._state.get("effective_batch_size"))
+        if self.options.on_oscillation != "off":
+            reduce = self.options.on_oscillation == "reduce"
+            self._guard = OscillationGuard(self._scaler, reduce, self._state.get("on_oscillation", {}))
 
     @override
     def on_train_batch_start(self, *args: Any) -> None:
@@ -130,6 +141,21 @@ class LinearLRScaling(Callback):
         if self._scaler is not None:
             self._scaler.about_to_step(optimizer)
             self._note_batch(self._scaler)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._guard is not None:
+            self._guard.batch_done(outputs)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        if self._guard is not None and not trainer.interrupted:  # then other ranks may be gone
+            self._guard.settle()
+            checkpoint["callbacks"][self.state_key] = self.state_dict()
 
     @override
     def on_train_end(self, *args: Any) -> None:
@@ -148,7 +174,8 @@ class LinearLRScaling(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self._scaler is None:
             return self._state
-        return {"applied_steps": self._scaler.applied_steps, "effective_batch_size": self.effective_batch_size}
+        state = {"applied_steps": self._scaler.applied_steps, "effective_batch_size": self.effective_batch_size}
+        return state if self._guard is None else {**state, "on_oscillation": self._guard.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -163,4 +190,4 @@ class LinearLRScaling(Callback):
         if self._scaler is not None:
             self._state = self.state_dict()
             self._scaler.close()
-            self._scaler = None
+            self._scaler = self._guard = None

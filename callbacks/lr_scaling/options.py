@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-__all__ = ["LRScalingOptions", "Rule", "Schedule"]
+__all__ = ["LRScalingOptions", "OnOscillation", "Rule", "Schedule"]
 
 Rule = Literal["linear", "sqrt"]
 Schedule = Literal["constant", "cosine"]
+OnOscillation = Literal["warn", "reduce", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class LRScalingOptions:
     min_factor: float
     total_steps: int | None
     batch_size_per_device: int | None
+    on_oscillation: OnOscillation
 
     def __post_init__(self) -> None:
         """Check all bounds."""
@@ -38,6 +40,7 @@ class LRScalingOptions:
             )
         self._require(self.rule in ("linear", "sqrt"), "rule", "'linear' or 'sqrt'")
         self._require(self.schedule in (None, "constant", "cosine"), "schedule", "None, 'constant' or 'cosine'")
+        self._require(self.on_oscillation in get_args(OnOscillation), "on_oscillation", "'warn', 'reduce' or 'off'")
         self._in_range("base_batch_size", 1)
         self._in_range("warmup_steps", 0)
         self._in_range("warmup_epochs", 0)

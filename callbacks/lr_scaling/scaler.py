@@ -40,6 +40,7 @@ class LRScaler:
         self.trainer = trainer
         self.batch = effective_batch(trainer, options.batch_size_per_device)
         self.ramp = trainer.strategy.broadcast(ramp_for(trainer, options, self.batch.accumulated))
+        self.reduction = 1.0
         self._options = options
         self._applied = applied
         self._stepping: Optimizer | None = None
@@ -84,6 +85,11 @@ class LRScaler:
         self._rescale(optimizer)
         self._stepping = optimizer
 
+    def reduce_to(self, reduction: float) -> None:
+        """Let all rates be that part of what the ramp gives, from now on."""
+        self.reduction = reduction
+        self._rescale_all()
+
     def end_training(self) -> None:
         """Stop counting steps."""
         self._verdict.close()
@@ -122,7 +128,8 @@ class LRScaler:
 
     def _rescale(self, optimizer: Optimizer) -> None:
         """Bring an optimizer's rates to where the ramp is."""
-        written = rescale(optimizer, self.ramp.scale(self._applied.setdefault(optimizer, 0), self.factor))
+        scale = self.reduction * self.ramp.scale(self._applied.setdefault(optimizer, 0), self.factor)
+        written = rescale(optimizer, scale)
         if written and not self._warned:
             self._warned = True
             rank_zero_warn(

@@ -29,7 +29,7 @@ def title(summary: CommSummary) -> str:
 
 def rows(summary: CommSummary) -> list[Row]:
     """Lay out a summary."""
-    return [*_what(summary), *_times(summary), *_bytes(summary), *_result(summary)]
+    return [*_what(summary), *_times(summary), *_bytes(summary), *_host(summary), *_result(summary)]
 
 
 def print_table(summary: CommSummary) -> None:
@@ -47,7 +47,9 @@ def print_table(summary: CommSummary) -> None:
     table.add_column()
     for row in rows(summary):
         table.add_row(*row)
-    Console(markup=False, highlight=False).print(table)
+    console = Console(markup=False, highlight=False)
+    console.print(table)
+    console.print(summary.advice.sentence)
 
 
 def plain_table(summary: CommSummary) -> str:
@@ -55,7 +57,7 @@ def plain_table(summary: CommSummary) -> str:
     lines = rows(summary)
     left, middle = (max(len(row[column]) for row in lines) for column in (0, 1))
     body = [f"  {row.label:<{left}}  {row.value:>{middle}}  {row.remark}".rstrip() for row in lines]
-    return "\n".join([title(summary), *body])
+    return "\n".join([title(summary), *body, summary.advice.sentence])
 
 
 def _what(summary: CommSummary) -> Iterator[Row]:
@@ -85,6 +87,11 @@ def _times(summary: CommSummary) -> Iterator[Row]:
         ("waiting", "waiting_ms"),
     ):
         yield Row(f"  {label}", _number(getattr(summary, name)), f"ms, {_share(summary, name)}")
+    if summary.transfer_ms:
+        hidden = (
+            "" if summary.overlap_ratio is None else f"; {100 * summary.overlap_ratio:.0f} % of the exchange hidden"
+        )
+        yield Row("transfer", _number(summary.transfer_ms), f"ms a step{hidden}")
 
 
 def _share(summary: CommSummary, name: str) -> str:
@@ -108,6 +115,16 @@ def _bytes(summary: CommSummary) -> Iterator[Row]:
     yield Row("compression ratio", _number(summary.compression_ratio), "bytes of plain DDP over bytes sent")
     yield Row("compression error", _number(summary.compression_error), _about_error(summary))
     yield Row("extra memory", _number(summary.memory_mb), "MB a rank")
+
+
+def _host(summary: CommSummary) -> Iterator[Row]:
+    if summary.gpu_busy_ratio is not None:
+        memory = "" if summary.gpu_memory_mb is None else f"; {_number(summary.gpu_memory_mb)} MB in use"
+        yield Row("GPU busy", f"{100 * summary.gpu_busy_ratio:.0f} %", f"of the time, mean over ranks{memory}")
+    if (summary.host_network_sent_mb_per_step or 0.0) >= 0.01:
+        yield Row(
+            "network cards", _number(summary.host_network_sent_mb_per_step), "MB a step sent by rank 0's whole host"
+        )
 
 
 def _about_error(summary: CommSummary) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_commopt.callbacks.monitor.averages import WARM_UP_STEPS, RankCounters, StepAverages, averages_between
+from lightning_commopt.callbacks.monitor.host import HostCounters, gpu_sampler_for, network_bytes
 from lightning_commopt.callbacks.monitor.replicas import first_difference
 from lightning_commopt.callbacks.monitor.sources import CommSource
 from lightning_commopt.callbacks.monitor.step_clock import StepClock
@@ -27,6 +28,7 @@ class FitMeasurement:
         trainer: About to train.
         source: Statistics of its strategy.
         every_n_steps: Length of an interval; 0 for none.
+        exact: Whether ranks and their devices wait for each other before every batch, and devices around backward.
 
     Attributes:
         measured: Every rank's counters at the end of the warm-up and of the fit, once it has finished.
@@ -34,11 +36,13 @@ class FitMeasurement:
 
     """
 
-    def __init__(self, trainer: "pl.Trainer", source: CommSource, every_n_steps: int) -> None:
+    def __init__(self, trainer: "pl.Trainer", source: CommSource, every_n_steps: int, exact: bool = False) -> None:
         self.trainer = trainer
         self.source = source
         self.every_n_steps = every_n_steps
+        self.exact = exact
         self.clock = StepClock()
+        self._gpu = gpu_sampler_for(trainer.strategy.root_device)
         self._global_step = trainer.global_step
         self._start = self._first = self._last = self._snapshot()
         self._warm = False
@@ -48,6 +52,20 @@ class FitMeasurement:
         self._wrapped.wrap(trainer, "save_checkpoint", self.clock.paused)
         self.clock.resume()
 
+    def batch_begins(self) -> None:
+        """Let time count. A collective where times are exact."""
+        self.clock.resume()
+        if self.exact:
+            self.synchronize()
+            with self.clock.barrier():
+                self.source.all_gather(None)
+
+    def synchronize(self) -> None:
+        """Wait for the device where times are exact: what was launched belongs to the piece that launched it."""
+        device = self.trainer.strategy.root_device
+        if self.exact and device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     def batch_done(self, batch: Any) -> StepAverages | None:
         """Count a batch, and the step that it may have ended. A collective at an interval's end.
 
@@ -55,6 +73,7 @@ class FitMeasurement:
             The averages of an interval that has ended now.
 
         """
+        self.synchronize()
         self.clock.add_samples(_samples_in(batch))
         before, now = self._global_step, self.trainer.global_step
         if now == before:
@@ -87,11 +106,14 @@ class FitMeasurement:
             validation=self.source.all_gather(_validation_loss(self.trainer))[0],
             replicas_equal=differs is None if world > 1 else None,
             first_difference=differs,
+            situation=self.source.situation(),
         )
 
     def restore(self) -> None:
-        """Give Lightning its methods back. Not a collective."""
+        """Give Lightning its methods back, and end what runs beside. Not a collective."""
         self._wrapped.restore()
+        if self._gpu is not None:
+            self._gpu.close()
 
     def _end_warm_up(self, steps: int) -> None:
         """Measure from here on, once there were enough steps."""
@@ -107,8 +129,12 @@ class FitMeasurement:
     def _snapshot(self) -> list[RankCounters]:
         """Return every rank's counters; the time for it counts as waiting in the next step."""
         with self.clock.barrier():
-            clocks = self.source.all_gather(self.clock.closed)
-            return [RankCounters(*pair) for pair in zip(clocks, self.source.gather_stats(), strict=True)]
+            host = replace(HostCounters() if self._gpu is None else self._gpu.read(), network=network_bytes())
+            own = self.source.all_gather((self.clock.closed, host))
+            return [
+                RankCounters(clock, stats, host)
+                for (clock, host), stats in zip(own, self.source.gather_stats(), strict=True)
+            ]
 
     @contextmanager
     def _hidden_barrier(self) -> Iterator[None]:

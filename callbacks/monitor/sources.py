@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_commopt.callbacks.monitor.advice import Situation
 from lightning_commopt.measure import CommStats, ReducerLog, Timeline
 from lightning_commopt.routes import ControlGroup
 from lightning_commopt.strategies import CommOptStrategy
@@ -21,12 +22,16 @@ class CommSource(ABC):
     """Tells what the exchange did, and carries small objects between ranks.
 
     Args:
+        trainer: About to train.
         may_skip: Whether a gradient scaler may skip optimizer steps.
 
     """
 
-    def __init__(self, may_skip: bool = False) -> None:
+    def __init__(self, trainer: "pl.Trainer", may_skip: bool = False) -> None:
         self.may_skip = may_skip
+        self._trainer = trainer
+        self.method = "none"
+        """What to call what is in force."""
         self.hidden_barrier = True
         """Whether ranks wait for each other before every batch, to hear of a SIGTERM."""
 
@@ -41,6 +46,15 @@ class CommSource(ABC):
     def skipped_steps(self, stats: CommStats) -> int | None:
         """Return the optimizer steps that were skipped according to statistics; None where nobody counts them."""
         return None if self.may_skip else 0
+
+    def situation(self) -> Situation:
+        """Return what advice depends on."""
+        nodes = self._trainer.num_nodes
+        return Situation(
+            accumulate=self._trainer.accumulate_grad_batches,
+            nodes=nodes,
+            ranks_per_node=self._trainer.world_size // nodes,
+        )
 
     def note_backward(self) -> None:  # noqa: B027 - most sources need no notes
         """Take note that a backward pass has ended."""
@@ -67,10 +81,18 @@ class OneProcess(CommSource):
 class CommOptSource(CommSource):
     """Our own gradient path: everything is counted where it happens."""
 
-    def __init__(self, strategy: CommOptStrategy, may_skip: bool) -> None:
-        super().__init__(may_skip)
+    def __init__(self, trainer: "pl.Trainer", strategy: CommOptStrategy, may_skip: bool) -> None:
+        super().__init__(trainer, may_skip)
         self._strategy = strategy
+        self.method = strategy.compression.name
         self.hidden_barrier = strategy._path is None
+
+    @override
+    def situation(self) -> Situation:
+        situation = super().situation()
+        bucket_mb = float(self._strategy._ddp_kwargs.get("bucket_cap_mb") or situation.bucket_mb)
+        path = self._strategy._path
+        return replace(situation, bucket_mb=bucket_mb, hierarchical=path is not None and path.node is not None)
 
     @override
     def skipped_steps(self, stats: CommStats) -> int | None:
@@ -98,6 +120,7 @@ class ReducerSource(CommSource):
     """DDP's own reducer under Lightning's own strategy.
 
     Args:
+        trainer: About to train.
         ddp: The wrapped module.
         control: Carries objects between ranks; made for this fit.
         method: What to call it.
@@ -107,10 +130,18 @@ class ReducerSource(CommSource):
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, control: ControlGroup, method: str, *, may_skip: bool, hooked: bool
+        self,
+        trainer: "pl.Trainer",
+        ddp: DistributedDataParallel,
+        control: ControlGroup,
+        method: str,
+        *,
+        may_skip: bool,
+        hooked: bool,
     ) -> None:
-        super().__init__(may_skip)
+        super().__init__(trainer, may_skip)
         self._ddp, self._control, self._hooked = ddp, control, hooked
+        self.method = method
         self._log = ReducerLog(ddp, method)
         self._log.sample_often()
 
@@ -149,14 +180,14 @@ def source_for(trainer: "pl.Trainer") -> CommSource:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     may_skip = scaler is not None and scaler.is_enabled()
     if trainer.world_size == 1:
-        return OneProcess(may_skip)
+        return OneProcess(trainer, may_skip)
     if isinstance(strategy, CommOptStrategy):
         if strategy._log is not None:
             strategy._log.sample_often()
-        return CommOptSource(strategy, may_skip)
+        return CommOptSource(trainer, strategy, may_skip)
     assert isinstance(strategy, DDPStrategy)
     assert isinstance(strategy.model, DistributedDataParallel)
     hook = strategy._ddp_comm_hook if strategy.root_device.type == "cuda" else None  # Lightning drops it elsewhere
     method = "ddp" if hook is None else f"ddp, hook {getattr(hook, '__name__', hook)}"
     control = ControlGroup(strategy._timeout)
-    return ReducerSource(strategy.model, control, method, may_skip=may_skip, hooked=hook is not None)
+    return ReducerSource(trainer, strategy.model, control, method, may_skip=may_skip, hooked=hook is not None)

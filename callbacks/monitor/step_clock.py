@@ -17,6 +17,7 @@ class StepCounters:
         seconds: Their wall time, without validation and checkpoints.
         barrier_seconds: The part of it spent in collectives that carry nothing, only the wait for other ranks.
         samples: Samples of this rank; None where a batch did not tell its size.
+        cpu_seconds: Processor time of this process in :attr:`seconds`, all threads together.
 
     """
 
@@ -24,6 +25,7 @@ class StepCounters:
     seconds: float = 0.0
     barrier_seconds: float = 0.0
     samples: int | None = 0
+    cpu_seconds: float = 0.0
 
     def __sub__(self, earlier: "StepCounters") -> "StepCounters":
         unknown = self.samples is None or earlier.samples is None
@@ -32,6 +34,7 @@ class StepCounters:
             self.seconds - earlier.seconds,
             self.barrier_seconds - earlier.barrier_seconds,
             None if unknown else (self.samples or 0) - (earlier.samples or 0),
+            self.cpu_seconds - earlier.cpu_seconds,
         )
 
 
@@ -46,19 +49,22 @@ class StepClock:
     def __init__(self) -> None:
         self.closed = StepCounters()
         self._seconds = 0.0
+        self._cpu_seconds = 0.0
         self._barrier_seconds = 0.0
         self._samples: int | None = 0
         self._running_since: float | None = None
+        self._cpu_since = 0.0
 
     def resume(self) -> None:
         """Let time count. No effect while it counts."""
         if self._running_since is None:
-            self._running_since = time.perf_counter()
+            self._running_since, self._cpu_since = time.perf_counter(), time.process_time()
 
     def pause(self) -> None:
         """Let time pass uncounted until :meth:`resume`. No effect while paused."""
         if self._running_since is not None:
             self._seconds += time.perf_counter() - self._running_since
+            self._cpu_seconds += time.process_time() - self._cpu_since
             self._running_since = None
 
     @contextmanager
@@ -91,5 +97,5 @@ class StepClock:
         self.pause()
         self.resume()
         total = self.closed.steps + steps
-        self.closed = StepCounters(total, self._seconds, self._barrier_seconds, self._samples)
+        self.closed = StepCounters(total, self._seconds, self._barrier_seconds, self._samples, self._cpu_seconds)
         return self.closed

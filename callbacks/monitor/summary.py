@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from lightning_commopt.callbacks.monitor.advice import Advice, Situation, advise
 from lightning_commopt.callbacks.monitor.averages import StepAverages
 
 __all__ = ["CommSummary"]
@@ -21,6 +22,7 @@ class CommSummary(StepAverages):
         replicas_equal: Whether all ranks ended with the same bits in every parameter; None for one process.
         first_difference: Where they do not: the first parameter that differs, and the ranks where it differs from
             rank 0.
+        situation: What else was in force.
         **averages: As in :class:`StepAverages`.
 
     """
@@ -33,3 +35,9 @@ class CommSummary(StepAverages):
     validation: tuple[str, float] | None = None
     replicas_equal: bool | None = None
     first_difference: tuple[str, tuple[int, ...]] | None = None
+    situation: Situation = Situation()
+
+    @property
+    def advice(self) -> Advice:
+        """What bounded the run, and what to do about it."""
+        return advise(self, self.method, self.situation)

@@ -23,8 +23,8 @@ class CommProfiler(Callback):
 
     At the end of the fit each rank writes ``rank<r>.json`` into ``folder``, a trace for https://ui.perfetto.dev or
     ``chrome://tracing``, and rank 0 prints the times of all ranks. Under :class:`~lightning_commopt.CommOptStrategy`
-    with a method in force, traces have spans ``lightning_commopt::encode``, ``collective`` and ``decode``; elsewhere
-    the collectives are those of the backend. The steps take longer while they are recorded.
+    with a method in force, traces have spans ``lightning_commopt::encode``, ``all_gather`` (or another collective) and
+    ``decode``; elsewhere the collectives are those of the backend. The steps take longer while they are recorded.
 
     Args:
         start_step: ``trainer.global_step`` from which on steps are recorded; later in a fit that is resumed behind it.

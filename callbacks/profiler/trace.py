@@ -9,6 +9,7 @@ from typing import Any
 __all__ = ["TraceTimes", "read_trace", "times_of"]
 
 _OURS = "lightning_commopt::"
+_COLLECTIVES = ("gloo:", f"{_OURS}collective", f"{_OURS}all_")
 _CODEC = (f"{_OURS}encode", f"{_OURS}decode")
 
 Stretch = tuple[float, float]
@@ -66,7 +67,7 @@ def times_of(events: Iterable[Event], steps: int, *, cuda: bool) -> TraceTimes:
 
 def _on_cpu(events: list[Event]) -> tuple[list[Event], list[Event], list[Event]]:
     """Tell events apart: compute, communication, codec. Threads that exchange do not compute."""
-    communication = [e for e in events if e["name"].startswith(("gloo:", f"{_OURS}collective"))]
+    communication = [e for e in events if e["name"].startswith(_COLLECTIVES)]
     codec = [e for e in events if e["name"] in _CODEC]
     exchanging = {event["tid"] for event in (*communication, *codec)} - _main_threads(events)
     compute = [

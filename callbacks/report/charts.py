@@ -8,11 +8,11 @@ from lightning_commopt.callbacks.report.drawing import INK, LOOKS, drawing, svg
 from lightning_commopt.callbacks.report.history import Interval
 from lightning_commopt.callbacks.report.traffic import GroupTraffic
 
-__all__ = ["error_chart", "groups_chart", "kinds_chart", "loss_chart", "ranks_chart", "split_chart"]
+__all__ = ["MOST_RANKS", "error_chart", "groups_chart", "kinds_chart", "loss_chart", "ranks_chart", "split_chart"]
 
 WIDTH = 4.8  # inches: text of 10 pt stays readable on a phone
 _PARTS = ("compute", "exposed_comm", "waiting")
-_MOST_RANKS = 24
+MOST_RANKS = 24
 _MOST_GROUPS = 12
 
 
@@ -26,9 +26,10 @@ def split_chart(intervals: Sequence[Interval]) -> str:
         left = [interval.first_step - 0.5 for interval in shown]
         widths = [interval.steps for interval in shown]
         bottom = [0.0] * len(shown)
+        edge = {"linewidth": 0.4 if len(shown) <= 40 else 0.0}
         for part in _PARTS:
             times = [getattr(interval, f"{part}_ms") for interval in shown]
-            axes.bar(left, times, widths, bottom, align="edge", label=LOOKS[part].label, **LOOKS[part].bar)
+            axes.bar(left, times, widths, bottom, align="edge", label=LOOKS[part].label, **(LOOKS[part].bar | edge))
             bottom = [below + time for below, time in zip(bottom, times, strict=True)]
         axes.set(xlabel="optimizer step", ylabel="ms a step", xlim=(left[0], left[-1] + widths[-1]))
         _whole_numbers(axes.xaxis)
@@ -115,7 +116,7 @@ def ranks_chart(ranks: Sequence[RankTimes]) -> str:
     if not ranks:
         return ""
     slowest = sorted(range(len(ranks)), key=lambda rank: -ranks[rank].compute_ms)
-    shown = sorted(slowest[:_MOST_RANKS])
+    shown = sorted(slowest[:MOST_RANKS])
     with drawing():
         figure, axes = _axes(0.8 + 0.32 * len(shown))
         left = [0.0] * len(shown)

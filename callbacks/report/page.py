@@ -13,8 +13,7 @@ from lightning_commopt.callbacks.report import charts
 from lightning_commopt.callbacks.report.content import BucketTimes, ReportContent
 from lightning_commopt.callbacks.report.drawing import LOOKS
 from lightning_commopt.callbacks.report.history import Interval
-from lightning_commopt.callbacks.report.steps_chart import steps_chart
-from lightning_commopt.callbacks.report.verdict import verdict
+from lightning_commopt.callbacks.report.steps_chart import MOST_RANKS, steps_chart
 
 __all__ = ["check_can_report", "render", "write"]
 
@@ -60,11 +59,13 @@ def render(content: ReportContent) -> str:
     templates.filters["number"] = number
     summary, recorded = content.summary, content.recorded
     return templates.get_template("page.html").render(
-        verdict=verdict(summary),
+        verdict=summary.advice,
         summary=summary,
         table=rows(summary),
         values=_values(summary),
         content=content,
+        most_ranks=charts.MOST_RANKS,
+        most_recorded=MOST_RANKS,
         ranks=list(enumerate(summary.by_rank)),
         rank_fields=[field.name for field in fields(RankTimes)],
         interval_fields=[field.name for field in fields(Interval)],

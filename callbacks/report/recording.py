@@ -86,13 +86,13 @@ class ReportRecording:
         )
 
     def write(self) -> None:
-        """Write the report where there is one to write: on rank 0. A full disk does not spoil a finished fit."""
+        """Write the report where there is one, on rank 0. What goes wrong here does not spoil a finished fit."""
         if self._content is None:
             return
         try:
             write(self.path, self._content)
-        except OSError as error:
-            rank_zero_warn(f"`CommMonitor` could not write its report: {error}")
+        except Exception as error:
+            rank_zero_warn(f"`CommMonitor` could not write its report: {type(error).__name__}: {error}")
         else:
             rank_zero_info(f"CommMonitor: the report is in {self.path.resolve()}")
 

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from math import prod
 from typing import ClassVar, Literal
 
 import torch
@@ -24,6 +25,7 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: dict[str, Tensor] = {}
+        self._views: dict[str, dict[tuple[object, ...], Tensor]] = {}
         self._constants: dict[str, Tensor] = {}
 
     def constant(self, name: str, make: Callable[[], Tensor]) -> Tensor:
@@ -33,15 +35,19 @@ class Scratch:
         return self._constants[name]
 
     def get(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the buffer ``name`` as a tensor of ``shape`` and ``dtype``, content undefined."""
-        numel = 1
-        for size in shape:
-            numel *= size
-        nbytes = numel * dtype.itemsize
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < nbytes:
-            buffer = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return buffer[:nbytes].view(dtype).view(*shape)
+        """Return the buffer ``name`` as a tensor of ``shape`` and ``dtype``, content undefined.
+
+        The same tensor each time, until the buffer grows.
+        """
+        views = self._views.setdefault(name, {})
+        key = (*shape, dtype)
+        if key not in views:
+            nbytes = prod(shape) * dtype.itemsize
+            if name not in self._buffers or self._buffers[name].numel() < nbytes:
+                self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+                views.clear()
+            views[key] = self._buffers[name][:nbytes].view(dtype).view(*shape)
+        return views[key]
 
     @property
     def nbytes(self) -> int:

@@ -21,8 +21,8 @@ class BlockQuantization(Compression):
     """Splits a chunk into blocks of ``block`` elements, each with a bfloat16 scale.
 
     The payload is all scales, then all codes. The residual is computed from the *stored* (rounded) scale, so that
-    ``input = decoded + residual``. A subclass writes the arithmetic of some blocks; on the CPU a compiled kernel may
-    do the same for all of them (:mod:`~lightning_commopt.compression.kernels`).
+    ``input = decoded + residual``. A subclass writes the arithmetic of some blocks; a compiled kernel may do the
+    same for all of them (:mod:`~lightning_commopt.compression.kernels`).
 
     Args:
         block: Elements that share a scale.

@@ -6,15 +6,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lightning_commopt.compression import kernels
 from lightning_commopt.compression.base import Context
-from lightning_commopt.compression.layout import BucketLayout
+from lightning_commopt.compression.layout import BucketLayout, Matrix
 
-__all__ = ["ColumnScales"]
+__all__ = ["TILE", "ColumnScales"]
 
 _MIN_SIDE = 16  # a matrix, or a chunk's part of it, with fewer rows or columns is left as it is
 _OCTAVE = 8  # exponents that double a factor
 _LARGEST = 255  # exponent of a column that is zero
-_TILE = 1 << 16  # elements measured at a time: their magnitudes stay in the processor's cache
+TILE = 1 << 16  # elements measured at a time: their magnitudes stay in the processor's cache
 
 
 class ColumnScales:
@@ -33,9 +34,9 @@ class ColumnScales:
 
     def __init__(self, context: Context, numel: int, on: bool = True) -> None:
         self._scratch = context.scratch
-        self.matrices = _matrices(context.layout, context.start, numel) if on else []
-        """Elements of the chunk, column of the first, and columns, of each matrix."""
-        self.nbytes = sum(columns for _, _, columns in self.matrices)
+        self.matrices = _matrices(context.layout, context.start, numel) if on else ()
+        """Those that are levelled."""
+        self.nbytes = sum(matrix.columns for matrix in self.matrices)
         """Bytes of the exponents, one a column."""
 
     def measure(self, values: Tensor, exponents: Tensor) -> None:
@@ -46,16 +47,25 @@ class ColumnScales:
             exponents: uint8, shape ``(nbytes,)``.
 
         """
+        sizes, largest = self._scratch.get("column sizes", (2, self.nbytes), torch.float32)
+        if kernel := kernels.columns_for(values):
+            kernel(values, self.matrices, sizes, largest)
+        else:
+            self._measure(values, sizes, largest)
+        ratios = torch.div(largest, sizes, out=sizes).log2_().mul_(_OCTAVE).round_().clamp_(0, _LARGEST)
+        exponents.copy_(ratios.nan_to_num_(0.0))
+
+    def _measure(self, values: Tensor, sizes: Tensor, largest: Tensor) -> None:
+        """Write the sum of magnitudes of each column, and beside it the largest of its matrix."""
         at = 0
-        for matrix, first, columns in self.matrices:
-            size = self._scratch.get("column size", (columns,), torch.float32).zero_()
-            for rows, part in _rows(values[matrix], first, columns):
-                for some in rows.split(max(1, _TILE // columns)):
+        for matrix in self.matrices:
+            size = sizes[at : at + matrix.columns].zero_()
+            for rows, part in _rows(values[matrix.start : matrix.stop], matrix.column, matrix.columns):
+                for some in rows.split(max(1, TILE // matrix.columns)):
                     magnitude = self._scratch.get("column magnitude", some.shape, torch.float32)
-                    size[part].add_(torch.abs(some, out=magnitude).sum(0))
-            ratio = (size.max() / size).log2_().mul_(_OCTAVE).round_().clamp_(0, _LARGEST)
-            exponents[at : at + columns].copy_(ratio.nan_to_num_(0.0))
-            at += columns
+                    size[part].add_(_sum(torch.abs(some, out=magnitude)))
+            largest[at : at + matrix.columns].copy_(size.max())
+            at += matrix.columns
 
     def factors(self, exponents: Tensor, *, inverse: bool = False) -> Tensor:
         """Return ``2^(k/8)``, or ``2^(-k/8)``, of each column: fp32, the same bits on every device."""
@@ -72,13 +82,27 @@ class ColumnScales:
 
         """
         at = 0
-        for matrix, first, columns in self.matrices:
+        for matrix in self.matrices:
+            columns = matrix.columns
             begin, end = max(matrix.start, start), min(matrix.stop, start + len(values))
             if begin < end:
-                column = (first + begin - matrix.start) % columns
+                column = (matrix.column + begin - matrix.start) % columns
                 for rows, part in _rows(values[begin - start : end - start], column, columns):
                     rows.mul_(factors[at : at + columns][part])
             at += columns
+
+
+def _sum(rows: Tensor) -> Tensor:
+    """Return the sum of rows, the later half of them added to the earlier one until one is left; ``rows`` is changed.
+
+    The order of adding is part of the definition: kernels give the same bits.
+    """
+    count = len(rows)
+    while count > 1:
+        half = (count + 1) // 2
+        rows[: count - half].add_(rows[half:count])
+        count = half
+    return rows[0]
 
 
 def _table(sign: int) -> Tensor:
@@ -87,15 +111,15 @@ def _table(sign: int) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _matrices(layout: BucketLayout, start: int, numel: int) -> list[tuple[slice, int, int]]:
-    """Return elements of the chunk, column of the first, and columns, of each matrix that has enough of both sides."""
+def _matrices(layout: BucketLayout, start: int, numel: int) -> tuple[Matrix, ...]:
+    """Return each matrix that has enough rows and columns in the chunk."""
     found = []
     for segment, first, last in layout.overlapping(start, numel):
         columns = segment.parameter.numel // segment.parameter.shape[0]
         if columns >= _MIN_SIDE and last - first >= _MIN_SIDE * columns:
             column = (start + first - segment.packed_offset) % columns
-            found.append((slice(first, last), column, columns))
-    return found
+            found.append(Matrix(first, last, column, columns))
+    return tuple(found)
 
 
 def _rows(values: Tensor, column: int, columns: int) -> Iterator[tuple[Tensor, slice]]:

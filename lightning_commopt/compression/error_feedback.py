@@ -26,3 +26,12 @@ class ErrorFeedback(PendingBuffer):
 
         """
         return self.update(add)
+
+    def compensate_all(self, add: Callable[[Tensor, Tensor], object]) -> Tensor:
+        """Do the same for all parameters at once; see :meth:`PendingBuffer.update_all`.
+
+        Args:
+            add: ``add(residual, out)`` writes ``residual + input`` into ``out``.
+
+        """
+        return self.update_all(add)

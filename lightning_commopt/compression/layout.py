@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
-__all__ = ["BucketLayout", "Parameter", "Segment", "gaps_between", "round_up"]
+__all__ = ["BucketLayout", "Matrix", "Parameter", "Segment", "gaps_between", "round_up"]
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -53,6 +54,15 @@ class Segment:
     def packed(self) -> slice:
         """The elements of this parameter in the packed (or exact) buffer."""
         return slice(self.packed_offset, self.packed_offset + self.parameter.numel)
+
+
+class Matrix(NamedTuple):
+    """A chunk's part of a matrix: its first element and the one after its last, the column of the first, columns."""
+
+    start: int
+    stop: int
+    column: int
+    columns: int
 
 
 class BucketLayout:

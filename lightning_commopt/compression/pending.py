@@ -100,6 +100,25 @@ class PendingBuffer:
         self._written = True
         return self.pending
 
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is pending, so that the latest state of all parameters is the final one."""
+        return not any(self._open)
+
+    def update_all(self, write: Callable[[Tensor, Tensor], object]) -> Tensor:
+        """Do what :meth:`update` does for all parameters at once, where the state is :attr:`settled`.
+
+        Args:
+            write: ``write(latest, out)`` writes the new state; both are whole buffers, and may be the same.
+
+        """
+        assert self.settled
+        write(self.final, self.pending)
+        for gap in self._gaps:
+            self.pending[gap].zero_()
+        self._written = True
+        return self.pending
+
     def round_done(self, usable: Sequence[bool] | Tensor) -> None:
         """Take back what the round wrote for parameters that its result did not reach.
 

@@ -17,6 +17,10 @@ class Clock(ABC):
     def mark(self) -> Any:
         """Mark this point of the current thread (CPU) or stream (CUDA)."""
 
+    def later(self, mark: Any, other: Any) -> Any:
+        """Return the later of two marks; on CUDA, whose collectives follow each other, the first."""
+        return mark
+
     @abstractmethod
     def elapsed_ms(self, start: Any, end: Any) -> float:
         """Return the milliseconds between two marks, waiting until both have passed."""
@@ -28,6 +32,10 @@ class CpuClock(Clock):
     @override
     def mark(self) -> float:
         return time.perf_counter()
+
+    @override
+    def later(self, mark: float, other: float) -> float:
+        return max(mark, other)
 
     @override
     def elapsed_ms(self, start: float, end: float) -> float:

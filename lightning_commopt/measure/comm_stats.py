@@ -1,6 +1,6 @@
 """What the exchange of gradients did so far."""
 
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 __all__ = ["CommStats", "Traffic"]
@@ -31,13 +31,18 @@ class Traffic:
         return self.payload + self.exact + self.header + self.inside_node
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Traffic(
+            self.payload + other.payload,
+            self.exact + other.exact,
+            self.header + other.header,
+            self.inside_node + other.inside_node,
+        )
 
     def __sub__(self, other: "Traffic") -> "Traffic":
         return self + other * -1
 
     def __mul__(self, times: int) -> "Traffic":
-        return Traffic(*(a * times for a in astuple(self)))
+        return Traffic(self.payload * times, self.exact * times, self.header * times, self.inside_node * times)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.autograd import profiler
@@ -14,6 +14,27 @@ from lightning_commopt.measure.timeline import Timeline
 __all__ = ["Recorder"]
 
 _KEPT = 20_000  # collectives whose durations wait to be compared with those of other ranks
+
+
+class _Span:
+    """Adds a piece of work to a recorder, unless it raises; a generator would take longer than a small operation."""
+
+    __slots__ = ("_annotation", "_phase", "_recorder", "_start")
+
+    def __init__(self, recorder: "Recorder", phase: str) -> None:
+        self._recorder, self._phase = recorder, phase
+
+    def __enter__(self) -> None:
+        self._start = self._recorder.clock.mark()
+        self._annotation = _seen_by_profiler(self._phase)
+        if self._annotation is not None:
+            self._annotation.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        if self._annotation is not None:
+            self._annotation.__exit__(kind, *rest)
+        if kind is None:
+            self._recorder.add(self._phase, self._start, self._recorder.clock.mark())
 
 
 class Recorder:
@@ -33,6 +54,7 @@ class Recorder:
         self.wait_ms: float | None = None
         self.timeline: Timeline | None = None
         self._thread = threading.local()
+        self._arrived: Any = None  # when the last collective was through
         self._spans: deque[tuple[str, Any, Any]] = deque()
         self._uncompared: deque[float] = deque(maxlen=_KEPT)
 
@@ -45,13 +67,9 @@ class Recorder:
     def bucket(self, index: int | None) -> None:
         self._thread.bucket = index
 
-    @contextmanager
-    def span(self, phase: str) -> Iterator[None]:
+    def span(self, phase: str) -> "_Span":
         """Time a piece of work as ``phase``; a profiler sees it as ``lightning_commopt::phase``."""
-        start = self.clock.mark()
-        with _seen_by_profiler(phase):
-            yield
-        self.add(phase, start, self.clock.mark())
+        return _Span(self, phase)
 
     def add(self, phase: str, start: Any, end: Any) -> None:
         """Add a piece of work between two marks."""
@@ -60,6 +78,19 @@ class Recorder:
             timeline.add(phase, start, end, None if phase == "exposed" else self.bucket)
         if len(self._spans) > 10 * _KEPT:
             self.settle()
+
+    def arrived(self, begun: Any) -> None:
+        """Add a collective that is through now.
+
+        Several may be under way, one behind the other: each counts from when the one before it was through.
+
+        Args:
+            begun: Mark of when it was issued.
+
+        """
+        start = begun if self._arrived is None else self.clock.later(begun, self._arrived)
+        self._arrived = self.clock.mark()
+        self.add("collective", start, self._arrived)
 
     def settle(self) -> None:
         """Turn marks into times; waits for the device where marks have not passed yet."""
@@ -89,7 +120,7 @@ class Recorder:
         self.wait_ms = (self.wait_ms or 0.0) + sum(own[len(own) - common :]) - transfer_ms
 
 
-def _seen_by_profiler(phase: str) -> AbstractContextManager[object]:
+def _seen_by_profiler(phase: str) -> AbstractContextManager[object] | None:
     """Annotate a piece of work while a profiler runs; an annotation takes microseconds even when none does."""
     enabled = getattr(profiler, "_is_profiler_enabled", True)
-    return profiler.record_function(f"lightning_commopt::{phase}") if enabled else nullcontext()
+    return profiler.record_function(f"lightning_commopt::{phase}") if enabled else None

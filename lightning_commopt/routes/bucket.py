@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lightning_commopt.compression import BucketLayout, Compression, ErrorFeedback, Parameter
+from lightning_commopt.compression.kernels.kernel import COMPRESSED, COMPRESSED_GAP, EXACT, EXACT_GAP
 from lightning_commopt.compression.layout import gaps_between
 from lightning_commopt.compression.pending import Parts, PendingBuffer, spans_of
 from lightning_commopt.routes.message import NONFINITE, PRESENT
@@ -19,6 +22,19 @@ def parameters_of(names: Sequence[str], parameters: Sequence[Tensor], method: Co
         Parameter(name, tuple(p.shape), method.travels_exactly(p.shape) or p.dtype == torch.float64)
         for name, p in zip(names, parameters, strict=True)
     ]
+
+
+def stretches(layout: BucketLayout) -> npt.NDArray[np.int64]:
+    """Return a row for each stretch of a bucket and of the buffers that travel; see :func:`packing.gather`."""
+    rows = []
+    for kind, gap, segments, numel in (
+        (COMPRESSED, COMPRESSED_GAP, layout.compressed, layout.packed_numel),
+        (EXACT, EXACT_GAP, layout.exact, layout.exact_numel),
+    ):
+        rows += [(kind, s.bucket_offset, s.packed_offset, s.parameter.numel, s.index) for s in segments]
+        gaps = gaps_between([s.packed for s in segments], numel)
+        rows += [(gap, 0, part.start, part.stop - part.start, 0) for part in gaps]
+    return np.array(rows, np.int64).reshape(-1, 5)
 
 
 class Share:
@@ -74,6 +90,7 @@ class BucketState:
         self.method_state = method.make_state(layout, device, shadow)
         self.packed_gaps = gaps_between([s.packed for s in layout.compressed], layout.packed_numel)
         self.exact_gaps = gaps_between([s.packed for s in layout.exact], layout.exact_numel)
+        self.table = stretches(layout)
         self.flags = torch.zeros(len(layout.segments), dtype=torch.uint8, device=device)
         self.flags_any = self.flags.clone()
 
@@ -90,6 +107,8 @@ class BucketState:
 
     def round_done(self) -> None:
         """See :meth:`PendingBuffer.round_done`; a result is usable if some rank used the parameter and it is finite."""
+        if not any(buffer.shadow for buffer in self.buffers.values()):
+            return  # what was written is final
         usable = self.flags_any & (PRESENT | NONFINITE) == PRESENT
         for buffer in self.buffers.values():
             buffer.round_done(usable.tolist() if usable.device.type == "cpu" else usable)

@@ -1,6 +1,6 @@
 """A small gloo group for agreement between ranks; nothing of it ever touches the accelerator."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -21,13 +21,17 @@ class ControlGroup:
 
     Args:
         timeout: How long a rank waits for the others.
+        parts: Sets of ranks that do not overlap, together all ranks; the group is the one with this rank. Without it,
+            all ranks.
 
     """
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
-        self.group = dist.new_group(backend="gloo", timeout=timeout)
-        self.rank = dist.get_rank()
-        self.world = dist.get_world_size()
+    def __init__(self, timeout: timedelta | None = None, parts: Sequence[Sequence[int]] | None = None) -> None:
+        chosen: Sequence[Sequence[int] | None] = parts or [None]
+        groups = [dist.new_group(part, backend="gloo", timeout=timeout) for part in chosen]
+        self.group = next(group for group in groups if dist.get_rank(group) >= 0)
+        self.rank = dist.get_rank(self.group)
+        self.world = dist.get_world_size(self.group)
 
     def all_gather(self, value: T) -> list[T]:
         """Return every rank's value, by rank."""
@@ -36,15 +40,15 @@ class ControlGroup:
         return values  # type: ignore[return-value]  # all were filled
 
     def gather(self, value: T) -> list[T] | None:
-        """Return every rank's value on rank 0, None elsewhere."""
+        """Return every rank's value on rank 0 of the group, None elsewhere."""
         values: list[T | None] | None = [None] * self.world if self.rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self.group)
+        dist.gather_object(value, values, group=self.group, group_dst=0)
         return values  # type: ignore[return-value]
 
-    def broadcast(self, value: T) -> T:
-        """Return rank 0's value."""
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """Return one rank's value."""
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        dist.broadcast_object_list(box, group=self.group, group_src=source)
         return box[0]
 
     def all_reduce(self, tensor: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The path of a gradient, from DDP's bucket to the mean that DDP puts back, top to bottom."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -16,9 +16,10 @@ from lightning_commopt.measure import CommStats, Recorder, Traffic, clock_for
 from lightning_commopt.routes.bucket import BucketState, Share, parameters_of
 from lightning_commopt.routes.choose import route_for
 from lightning_commopt.routes.mean_check import MeanCheck
+from lightning_commopt.routes.message import PRESENT, TERMINATE
 from lightning_commopt.routes.node import NodeExchange
-from lightning_commopt.routes.packing import compensated, fold_second_hop, pack, pack_exact, raise_flags, unpack
-from lightning_commopt.routes.route import Parcel, add_residual
+from lightning_commopt.routes.packing import fold_second_hop, gather, unpack
+from lightning_commopt.routes.route import Parcel, Route, add_residual
 from lightning_commopt.routes.stream import stream_for
 from lightning_commopt.routes.termination import Termination
 from lightning_commopt.routes.transport import transport_for
@@ -108,34 +109,34 @@ class GradientPath:
             terminate, self._first_flags = self.termination.asked, kept.flags_any
         self.hook_calls += 1
         self._handed_over += len(kept.layout.segments)
-        present = [self._usage is None or s.parameter.name in self._usage for s in kept.layout.segments]
+        flags = [PRESENT * (self._usage is None or s.parameter.name in self._usage) for s in kept.layout.segments]
+        flags[0] |= TERMINATE * terminate
         self._last_hook = self.recorder.clock.mark()
-        return self.stream.submit(partial(self._carry, kept, gradients, present, terminate), gradients)
+        carry = partial(self._carry, kept, gradients, flags, self.hook_calls)
+        return self.stream.submit(carry, gradients, last=bucket.is_last())
 
-    def _carry(self, kept: BucketState, bucket: Tensor, present: list[bool], terminate: bool) -> None:
-        """Take one bucket from gradients to their mean over ranks, in place."""
-        self.recorder.bucket = number = list(self._buckets.values()).index(kept)
-        dense = self._dense_sum(number, bucket)
+    def _carry(self, kept: BucketState, bucket: Tensor, known: list[int], number: int) -> Iterator[None]:
+        """Take one bucket from gradients to their mean over ranks, in place; yields while messages are on their way."""
+        self.recorder.bucket = position = list(self._buckets.values()).index(kept)
+        dense = self._dense_sum(position, bucket)
         with self.recorder.span("encode"):
-            flags = raise_flags(kept, bucket, present, terminate)
-            exact = pack_exact(kept, bucket, self.scratch)
-            if self.node is None:
-                values = compensated(kept, bucket, self._scale, self.scratch)
-            else:
-                packed = pack(kept, bucket, self._scale, self.scratch)
+            residual = kept.first if self.node is None else None
+            values, exact, flags = gather(kept, bucket, known, self._scale, self.scratch, residual)
         if self.node is not None:
-            self._promised += Traffic(inside_node=self.node.traffic_bytes(packed, exact, flags))
-            values, exact, flags = self.node.reduce_scatter(packed, exact, flags)
+            self._promised += Traffic(inside_node=self.node.traffic_bytes(values, exact, flags))
+            values, exact, flags = self.node.reduce_scatter(values, exact, flags)
             values = add_residual(values, kept.first)
 
-        parcel = self._parcel(kept, values, exact, flags)
-        self._exchange(kept, parcel)
+        parcel = self._parcel(kept, values, exact, flags, number)
+        for _ in self._exchange(kept, parcel):
+            yield
+            self.recorder.bucket = position
 
         mean, exact_mean = parcel.mean, parcel.exact_mean
         if self.node is not None:
             mean, exact_mean = self.node.all_gather(mean, exact_mean)
         with self.recorder.span("decode"):
-            unpack(parcel, mean, exact_mean, self._scale, bucket, keep_unused=self._usage is not None)
+            unpack(kept, mean, exact_mean, self._scale, bucket, keep_unused=self._usage is not None)
         if dense is not None:
             self.mean_check.compare(dense, bucket)
         self._dense_bytes += 2 * (self.world - 1) * bucket.nbytes // self.world
@@ -148,18 +149,26 @@ class GradientPath:
         self._promised += sent
         return dense
 
-    def _exchange(self, kept: BucketState, parcel: Parcel) -> None:
+    def _exchange(self, kept: BucketState, parcel: Parcel) -> Iterator[None]:
         """Encode, travel, decode, mean: by the method's route, or densely in the beginning."""
-        route = self._dense_route if self.dense else self.route
+        route = self._route_now
         if not route.second_hop:
             fold_second_hop(kept, parcel.values, self.transport.world)
         before = _norm(parcel.values) if self._samples_error else None
-        route.exchange(parcel, self.rounds)
+        self._promised += route.traffic(parcel, self.rounds)
+        exchange = route.exchange(parcel, self.rounds)
+        travels = next(exchange, False) is None  # encoded, and maybe through already
         if before is not None:
             self._error_samples.append(_norm(parcel.values) / before.clamp_min(1e-300))
-        self._promised += route.traffic(parcel, self.rounds)
+        if travels:
+            yield
+            yield from exchange
 
-    def _parcel(self, kept: BucketState, values: Tensor, exact: Tensor, flags: Tensor) -> Parcel:
+    @property
+    def _route_now(self) -> Route:
+        return self._dense_route if self.dense else self.route
+
+    def _parcel(self, kept: BucketState, values: Tensor, exact: Tensor, flags: Tensor, number: int) -> Parcel:
         """Put together what travels; means are written into working memory."""
         wide = torch.promote_types(kept.dtype, torch.float32)
         return Parcel(
@@ -175,6 +184,7 @@ class GradientPath:
             exact_mean=self.scratch.get("exact_mean", exact.shape, wide),
             flags_any=kept.flags_any,
             state=kept.method_state,
+            lane=number % self._route_now.lanes,
         )
 
     def _bucket(self, bucket: GradBucket) -> BucketState:
@@ -418,7 +428,8 @@ class GradientPath:
         if self.node is not None:
             packed = 3 * share + 4 * bucket  # sent, received and gathered in the node
         copies = 2 if self.route.owners > 1 else self.transport.world + 1  # sent and received
-        return state * (2 if self.shadow else 1) + 4 * packed + copies * self.method.wire_bytes(share)
+        under_way = min(self.route.lanes * bucket, compressed) // self.shards
+        return state * (2 if self.shadow else 1) + 4 * packed + copies * self.method.wire_bytes(under_way)
 
     def close(self) -> None:
         """End the stream; state and statistics stay readable."""

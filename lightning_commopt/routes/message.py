@@ -1,6 +1,7 @@
 """The bytes of one message: flags, exact gradients, payload."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,6 +38,11 @@ class MessageRows:
     exact: Tensor
     payload: Tensor
 
+    @cached_property
+    def payloads(self) -> tuple[Tensor, ...]:
+        """The payload of each row."""
+        return self.payload.unbind()
+
 
 @dataclass(frozen=True)
 class MessageFormat:
@@ -55,20 +61,21 @@ class MessageFormat:
     exact_dtype: torch.dtype
     payload_bytes: int
 
-    @property
-    def _exact_at(self) -> int:
+    @cached_property
+    def exact_at(self) -> int:
+        """Where exact elements begin."""
         return round_up(self.parameters, _ALIGN)
 
-    @property
+    @cached_property
     def _payload_at(self) -> int:
-        return self._exact_at + round_up(self.exact * self.exact_dtype.itemsize, _ALIGN)
+        return self.exact_at + round_up(self.exact * self.exact_dtype.itemsize, _ALIGN)
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one message."""
         return self._payload_at + round_up(self.payload_bytes, _ALIGN)
 
-    @property
+    @cached_property
     def traffic(self) -> Traffic:
         """Bytes of one message by kind."""
         exact = self.exact * self.exact_dtype.itemsize
@@ -76,10 +83,10 @@ class MessageFormat:
 
     def view(self, rows: Tensor) -> MessageRows:
         """Return the sections of ``rows``, a contiguous uint8 tensor of shape ``(R, row_bytes)``."""
-        exact_end = self._exact_at + self.exact * self.exact_dtype.itemsize
+        exact_end = self.exact_at + self.exact * self.exact_dtype.itemsize
         return MessageRows(
             rows,
             rows[:, : self.parameters],
-            rows[:, self._exact_at : exact_end].view(self.exact_dtype),
+            rows[:, self.exact_at : exact_end].view(self.exact_dtype),
             rows[:, self._payload_at : self._payload_at + self.payload_bytes],
         )

@@ -56,7 +56,7 @@ class NodeExchange:
             sent.exact.copy_(exact.view(ranks, -1))
             sent.payload.view(torch.float32).copy_(values.view(ranks, -1))
         with self.recorder.span("collective"):
-            self.transport.all_to_all(sent.rows, got.rows)
+            self.transport.all_to_all(sent.rows, got.rows).wait()
         with self.recorder.span("decode"):
             merge_flags(got.flags, flags_any)
             sum_in_rank_order(got.exact, exact_shard)
@@ -81,7 +81,7 @@ class NodeExchange:
         row[:exact_bytes].copy_(exact_mean.view(torch.uint8))
         row[payload_at:].copy_(mean.view(torch.uint8))
         with self.recorder.span("collective"):
-            self.transport.all_gather(row, rows)
+            self.transport.all_gather(row, rows).wait()
         exact = rows[:, :exact_bytes].view(exact_mean.dtype)
         return rows[:, payload_at:].view(torch.float32).flatten(), exact.flatten()
 

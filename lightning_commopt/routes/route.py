@@ -1,16 +1,18 @@
 """The contract of a route: how encoded buckets travel."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_commopt.compression import BucketLayout, Compression, Context, ErrorFeedback, Scratch
+from lightning_commopt.compression import BucketLayout, Compression, Context, ErrorFeedback, Scratch, kernels
 from lightning_commopt.compression.pending import PendingBuffer
 from lightning_commopt.measure import Recorder, Traffic
-from lightning_commopt.routes.transport import Transport
+from lightning_commopt.routes.message import MessageFormat, MessageRows
+from lightning_commopt.routes.transport import Transport, Travelling
 
 __all__ = ["Parcel", "Route"]
 
@@ -32,6 +34,8 @@ class Parcel:
         exact_mean: Shape ``(e,)``: likewise for the exact parameters.
         flags_any: uint8, shape ``(P,)``: to be written, flags set on any rank.
         state: The method's own tensors of this bucket.
+        lane: Which set of messages it travels in, from 0 to below :attr:`Route.lanes`; no other parcel that is under
+            way has the same.
 
     """
 
@@ -47,6 +51,7 @@ class Parcel:
     exact_mean: Tensor
     flags_any: Tensor
     state: dict[str, PendingBuffer]
+    lane: int
 
 
 class Route(ABC):
@@ -66,6 +71,13 @@ class Route(ABC):
         self.transport = transport
         self.scratch = scratch
         self.recorder = recorder
+        self._formats: dict[tuple[BucketLayout, int, Compression, int], MessageFormat] = {}
+        self._views: dict[tuple[str, MessageFormat], MessageRows] = {}
+
+    @property
+    def lanes(self) -> int:
+        """Parcels that may be under way together, counting the one that is being encoded."""
+        return 1
 
     @property
     def owners(self) -> int:
@@ -77,8 +89,38 @@ class Route(ABC):
         """Return the bytes that this rank sends for a parcel; they depend on sizes alone."""
 
     @abstractmethod
-    def exchange(self, parcel: Parcel, round: int) -> None:
-        """Carry a parcel; every rank calls this for the same buckets in the same order."""
+    def exchange(self, parcel: Parcel, round: int) -> Iterator[None]:
+        """Carry a parcel, and yield whenever its messages are on their way, so that another may be worked on.
+
+        Every rank does this for the same buckets in the same order. ``values``, ``exact`` and ``flags`` are done with
+        when it yields first or ends.
+        """
+
+    def format(self, parcel: Parcel, round: int) -> MessageFormat:
+        """Return the sizes of a parcel's messages: one for each owner of a chunk, as long as the longest."""
+        key = parcel.layout, parcel.start, parcel.method, round % 2
+        if key not in self._formats:
+            chunk, exact = len(parcel.values) // self.owners, len(parcel.exact) // self.owners
+            contexts = (self.context(parcel, owner * chunk, round, hop=1) for owner in range(self.owners))
+            payload = max(parcel.method.payload_bytes(chunk, context) for context in contexts)
+            self._formats[key] = MessageFormat(len(parcel.flags), exact, parcel.dtype, payload)
+        return self._formats[key]
+
+    def travel(self, begin: Callable[..., Travelling], *rows: Tensor) -> Iterator[None]:
+        """Begin a collective, yield while it is under way, and return when it is through."""
+        begun = self.recorder.clock.mark()
+        travelling = begin(*rows)
+        yield
+        travelling.wait()
+        self.recorder.arrived(begun)
+
+    def messages(self, name: str, count: int, form: MessageFormat) -> MessageRows:
+        """Return ``count`` messages in the working memory ``name``, content undefined."""
+        rows = self.scratch.get(name, (count, form.row_bytes), torch.uint8)
+        views = self._views.get((name, form))
+        if views is None or views.rows is not rows:
+            views = self._views[name, form] = form.view(rows)
+        return views
 
     def context(self, parcel: Parcel, offset: int, round: int, hop: int) -> Context:
         """Return what a method may know of the chunk that begins ``offset`` values into the parcel."""
@@ -93,6 +135,17 @@ def sum_in_rank_order(rows: Tensor, out: Tensor) -> None:
         out.add_(row)
 
 
+def merge(form: MessageFormat, got: MessageRows, flags: Tensor, exact: Tensor) -> None:
+    """Write the bitwise or of the flags and the mean of the exact gradients of everybody's messages."""
+    share = 1 / len(got.rows)
+    if packing := kernels.packing_for(exact) if form.exact_dtype == torch.float32 else None:
+        packing.merge(got.rows.numpy(), form.exact_at, share, flags.numpy(), exact.numpy())
+        return
+    merge_flags(got.flags, flags)
+    sum_in_rank_order(got.exact, exact)
+    exact.mul_(share)
+
+
 def merge_flags(rows: Tensor, out: Tensor) -> None:
     """Write the bitwise or over rows of shape ``(R, P)`` into ``out``."""
     out.copy_(rows[0])
@@ -104,4 +157,6 @@ def add_residual(values: Tensor, residual: ErrorFeedback | None) -> Tensor:
     """Return packed values plus residual, to be encoded in place; without error feedback the values."""
     if residual is None:
         return values
+    if residual.settled:
+        return residual.compensate_all(lambda old, out: torch.add(old, values, out=out))
     return residual.compensate(lambda span, old, out: torch.add(old, values[span.buffer], out=out))

@@ -4,7 +4,8 @@ import contextlib
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +13,12 @@ from typing_extensions import override
 
 __all__ = ["CommStream", "CudaStream", "ThreadStream"]
 
-Job = Callable[[], None]
+Job = Callable[[], Iterator[None]]
+"""Begins an exchange, which yields whenever its messages are on their way."""
 
 
 class CommStream(ABC):
-    """Runs exchanges one after another, in the order in which they were submitted.
+    """Runs exchanges in the order in which they were submitted.
 
     An error never reaches DDP's reducer (which would lose its type and be left unfinished): it is kept, everything
     submitted later is dropped, every future resolves with its untouched buffer, and :meth:`raise_error` raises it on
@@ -27,42 +29,63 @@ class CommStream(ABC):
         self.error: BaseException | None = None
 
     @abstractmethod
-    def submit(self, job: Job, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        """Queue ``job``, which works on ``buffer`` in place; the future gives ``buffer`` when it is done."""
+    def submit(self, job: Job, buffer: Tensor, last: bool) -> torch.futures.Future[Tensor]:
+        """Queue an exchange.
+
+        Args:
+            job: Works on ``buffer`` in place.
+            buffer: What the future gives when the exchange is through.
+            last: Whether no other follows in this round. The others may wait for the next one to begin.
+
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """End the stream; jobs that were submitted run first."""
+        """End the stream; rounds whose last exchange was submitted are brought to their end."""
 
     def raise_error(self) -> None:
         """Raise what a job raised, with its type and traceback."""
         if self.error is not None:
             raise self.error
 
-    def _run(self, job: Job) -> None:
-        """Run a job unless an earlier one failed."""
+    def _goes_on(self, exchange: Iterator[None]) -> bool:
+        """Take an exchange up to where it yields next; False where it is through, or some exchange failed."""
         if self.error is not None:
-            return
+            return False
         try:
             with torch.no_grad():
-                job()
+                next(exchange)
+        except StopIteration:
+            return False
         except BaseException as error:  # it is raised again on the main thread
             self.error = error
+            return False
+        return True
+
+
+class _UnderWay(NamedTuple):
+    exchange: Iterator[None]
+    buffer: Tensor
+    future: torch.futures.Future[Tensor]
 
 
 class ThreadStream(CommStream):
-    """For the CPU: a thread of its own. Torch releases the interpreter while it computes or waits for the network."""
+    """For the CPU: a thread of its own. Torch releases the interpreter while it computes or waits for the network.
+
+    Exchanges overlap. When one is submitted, it goes up to its first messages, and then each of those before it up to
+    its next ones, the newest first. This order depends on no clock, so it is the same on all ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._jobs: queue.SimpleQueue[tuple[Job, Tensor, torch.futures.Future[Tensor]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[_UnderWay, bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="lightning_commopt", daemon=True)
         self._thread.start()
 
     @override
-    def submit(self, job: Job, buffer: Tensor) -> torch.futures.Future[Tensor]:
+    def submit(self, job: Job, buffer: Tensor, last: bool) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._jobs.put((job, buffer, future))
+        self._jobs.put((_UnderWay(job(), buffer, future), last))
         return future
 
     @override
@@ -71,11 +94,23 @@ class ThreadStream(CommStream):
         self._thread.join(timeout=5)
 
     def _work(self) -> None:
-        """Run jobs until the end is asked for."""
+        """Carry exchanges until the end is asked for."""
+        under_way: list[_UnderWay] = []
         while (item := self._jobs.get()) is not None:
-            job, buffer, future = item
-            self._run(job)
-            future.set_result(buffer)
+            newest, last = item
+            under_way = self._advanced([newest, *under_way])
+            while last and under_way:
+                under_way = self._advanced(under_way)
+
+    def _advanced(self, under_way: Sequence[_UnderWay]) -> list[_UnderWay]:
+        """Take each exchange one collective further and return those that are not through."""
+        left = []
+        for one in under_way:
+            if self._goes_on(one.exchange):
+                left.append(one)
+            else:
+                one.future.set_result(one.buffer)
+        return left
 
 
 class CudaStream(CommStream):
@@ -88,12 +123,14 @@ class CudaStream(CommStream):
         self._stream = torch.cuda.Stream(device)
 
     @override
-    def submit(self, job: Job, buffer: Tensor) -> torch.futures.Future[Tensor]:
+    def submit(self, job: Job, buffer: Tensor, last: bool) -> torch.futures.Future[Tensor]:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         buffer.record_stream(self._stream)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self.device])
         with torch.cuda.stream(self._stream):
-            self._run(job)
+            exchange = job()
+            while self._goes_on(exchange):
+                pass
             future.set_result(buffer)  # records this stream: the compute stream will wait for it, the host will not
         return future
 

@@ -1,5 +1,7 @@
 """One all-reduce of payloads that may be added on the wire."""
 
+from collections.abc import Iterator
+
 import torch
 from typing_extensions import override
 
@@ -29,7 +31,7 @@ class Summed(Route):
         return Traffic(ring(payload), ring(exact * wide.itemsize), total - ring(payload) - ring(exact * wide.itemsize))
 
     @override
-    def exchange(self, parcel: Parcel, round: int) -> None:
+    def exchange(self, parcel: Parcel, round: int) -> Iterator[None]:
         method, world, wide = parcel.method, self.transport.world, parcel.exact_mean.dtype
         count, counts = len(parcel.flags), _counts(parcel)
         exact_end = counts + len(parcel.exact)
@@ -56,6 +58,8 @@ class Summed(Route):
             torch.mul(front[counts:exact_end], 1 / world, out=parcel.exact_mean)
             method.decode(payload, parcel.mean, here)
             parcel.mean.mul_(1 / world)
+        return
+        yield  # it is through at once
 
     def _payload_bytes(self, parcel: Parcel, round: int) -> int:
         return parcel.method.payload_bytes(len(parcel.values), self.context(parcel, 0, round, hop=1))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_commopt.routes.control import ControlGroup
 
-__all__ = ["Hierarchy", "Topology", "discover"]
+__all__ = ["Hierarchy", "Topology", "discover", "node_name"]
 
 Hierarchy = Literal["auto", False] | int
 
@@ -77,7 +77,7 @@ def discover(hierarchy: Hierarchy, control: ControlGroup) -> Topology:
         if world % hierarchy:
             raise ValueError(f"`hierarchy={hierarchy}` must divide the number of ranks, which is {world}.")
         return _shaped(world // hierarchy, hierarchy)
-    names = control.all_gather(_node_name())
+    names = control.all_gather(node_name())
     sizes = Counter(names)
     if len(set(sizes.values())) > 1:
         return Topology(len(sizes), 0, f"nodes are uneven ({', '.join(map(str, sizes.values()))} ranks)")
@@ -92,7 +92,7 @@ def _shaped(nodes: int, size: int) -> Topology:
     return Topology(nodes, size, reason)
 
 
-def _node_name() -> str:
+def node_name() -> str:
     """Return what the launcher calls this node, else its host name and boot id."""
     if "GROUP_RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
         return f"group {os.environ['GROUP_RANK']}"

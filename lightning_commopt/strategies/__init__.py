@@ -2,5 +2,6 @@
 
 from lightning_commopt.strategies.commopt import CommOptStrategy
 from lightning_commopt.strategies.names import register
+from lightning_commopt.strategies.pipeline import CommOptPipelineStrategy
 
-__all__ = ["CommOptStrategy", "register"]
+__all__ = ["CommOptPipelineStrategy", "CommOptStrategy", "register"]

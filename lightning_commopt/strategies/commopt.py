@@ -282,7 +282,7 @@ class CommOptStrategy(FailTogether):
         if self._sigterm is not None:
             self._sigterm.round_done()
         if self._steps is None and self.nonfinite == "error":
-            raise_together(self._path, self._control)
+            self._raise_if_nonfinite(self._path)
         return loss
 
     @override
@@ -300,7 +300,7 @@ class CommOptStrategy(FailTogether):
         names = self._parameters_of(optimizer)
         if self._steps is None and self.nonfinite == "skip":
             loss = closure()
-            bad = [name for name in path.nonfinite_parameters() if names is None or name in names]
+            bad = [name for name in self._nonfinite_names(path) if names is None or name in names]
             if bad:
                 rank_zero_warn(
                     f"The gradient of `{bad[0]}` is not finite: this optimizer step is skipped on all ranks."
@@ -311,6 +311,19 @@ class CommOptStrategy(FailTogether):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         path.step_done(True if self._steps is None else self._steps.applied(optimizer), names)
         return output
+
+    def _raise_if_nonfinite(self, path: GradientPath) -> None:
+        """End all ranks when the last round had a gradient that was not finite."""
+        raise_together(path, self._control)
+
+    def _nonfinite_names(self, path: GradientPath) -> list[str]:
+        """Names of the parameters whose gradient was not finite in the last round, the same on all ranks."""
+        return path.nonfinite_parameters()
+
+    @property
+    def _carries_sigterm(self) -> GradientPath | None:
+        """The exchange that takes a request to end to all ranks."""
+        return self._path
 
     def _loss_scale(self) -> Tensor | None:
         """The factor on the gradients of the running backward."""

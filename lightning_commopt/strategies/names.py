@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_commopt.compression import METHODS
 from lightning_commopt.strategies.commopt import CommOptStrategy
 from lightning_commopt.strategies.other_lightning import refuse_names
+from lightning_commopt.strategies.pipeline import CommOptPipelineStrategy
 
 __all__ = ["register"]
 
@@ -23,7 +24,7 @@ _UNUSED = {"": {}, "_find_unused_parameters_false": {"find_unused_parameters": F
 
 
 def register() -> None:
-    """Register ``commopt`` and ``commopt_<method>``, each in the launch forms of Lightning's ``ddp``. Idempotent."""
+    """Register ``commopt``, ``commopt_<method>`` and ``commopt_pipeline``, each in the launch forms of ``ddp``."""
     names = []
     for method in ("auto", *METHODS):
         stem = "commopt" if method == "auto" else f"commopt_{method}"
@@ -33,4 +34,10 @@ def register() -> None:
                 description = f"Data parallel, compression {method!r}, started by {start_method!r}"
                 names.append(stem + launch + unused)
                 StrategyRegistry.register(names[-1], CommOptStrategy, description, override=True, **options)
+    for launch, start_method in _LAUNCHES.items():
+        names.append(f"commopt_pipeline{launch}")
+        description = f"Pipeline parallel, one stage a process, started by {start_method!r}"
+        StrategyRegistry.register(
+            names[-1], CommOptPipelineStrategy, description, override=True, start_method=start_method
+        )
     refuse_names(names)

@@ -38,7 +38,9 @@ class Sigterm:
         self._trainer = trainer
         self._strategy = strategy
         loop = trainer.fit_loop.epoch_loop
-        asks = strategy._path is not None or hasattr(loop, "_broadcast_sigterm_tensor")  # Lightning 2.5 does not
+        asks = strategy._carries_sigterm is not None or hasattr(
+            loop, "_broadcast_sigterm_tensor"
+        )  # not in Lightning 2.5
         self._together = trainer.state.fn == TrainerFn.FITTING and asks
         self.asked = False
         """Whether this rank was."""
@@ -50,7 +52,7 @@ class Sigterm:
 
     def round_done(self) -> None:
         """Let all ranks end after this batch when one was asked to. Call it after each exchange of gradients."""
-        path = self._strategy._path
+        path = self._strategy._carries_sigterm
         if path is not None and path.termination.agreed and not self.agreed:
             self._agree()
 
@@ -70,12 +72,12 @@ class Sigterm:
             self._strategy.watch.terminate()
         if not self._together:
             self._trainer._signal_connector.received_sigterm = True
-        elif self._strategy._path is not None:
-            self._strategy._path.termination.asked = True
+        elif self._strategy._carries_sigterm is not None:
+            self._strategy._carries_sigterm.termination.asked = True
 
     def _before_batch(self) -> None:
         """Stand in for Lightning's broadcast."""
-        if self._strategy._path is not None:
+        if self._strategy._carries_sigterm is not None:
             return
         asked = torch.tensor([int(self.asked)])
         self._strategy._control.all_reduce(asked)

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_commopt import CommOptStrategy
-from lightning_commopt.failure import watch
+from lightning_commopt.failure import meeting, watch
 
 STEP = 5
 """Step of the fault."""
@@ -190,8 +190,8 @@ def report_from_workers(folder: Path) -> None:
 
 def pretend_nodes(plan: Plan) -> None:
     """Let ranks believe that consecutive ones share a node."""
-    real = watch.node_identity
-    watch.node_identity = lambda: f"{real()} {int(os.environ.get('LOCAL_RANK', 0)) * plan.nodes // plan.ranks}"
+    real = meeting.node_identity
+    meeting.node_identity = lambda: f"{real()} {int(os.environ.get('LOCAL_RANK', 0)) * plan.nodes // plan.ranks}"
 
 
 def main(plan: Plan) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_commopt import CommOptStrategy, RankFailure
-from lightning_commopt.failure import watch
+from lightning_commopt.failure import meeting
 from lightning_commopt.failure.watch import Limits
 from tests.pool import WorkerFailure, WorkerPool, trainer
 from tests.strategies.toy import Batch, Regression, batches, fit, fresh_loop, loader
@@ -187,8 +187,8 @@ def test_a_rank_that_ends_early_is_named(pool: WorkerPool) -> None:
 
 def apart() -> None:
     """Let every rank be a node of its own."""
-    real = watch.node_identity
-    watch.node_identity = lambda: f"{real()} {dist.get_rank()}"
+    real = meeting.node_identity
+    meeting.node_identity = lambda: f"{real()} {dist.get_rank()}"
 
 
 def run_apart(fault: str, **options: Any) -> None:

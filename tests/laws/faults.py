@@ -3,7 +3,7 @@
 pool.run(planted, 3, forgotten_residual, function, *args)   # instead of pool.run(function, 3, *args)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -13,8 +13,7 @@ from lightning_commopt.compression import Context, ErrorFeedback, Scratch
 from lightning_commopt.compression.block_quantization import BlockQuantization
 from lightning_commopt.routes import gradient_path
 from lightning_commopt.routes.bucket import BucketState
-from lightning_commopt.routes.route import Parcel
-from lightning_commopt.routes.transport import GlooTransport
+from lightning_commopt.routes.transport import GlooTransport, Travelling
 
 __all__ = [
     "early_commit",
@@ -37,13 +36,19 @@ def planted(fault: Callable[[], None], function: Callable[..., T], *args: object
 
 def forgotten_residual() -> None:
     """What a round dropped is not added to the next one."""
-    compensate = ErrorFeedback.compensate
+    _before_each_update(lambda residual: residual.final.zero_())
 
-    def forget(self: ErrorFeedback, add: object) -> Tensor:
-        self.final.zero_()
-        return compensate(self, add)  # type: ignore[arg-type]
 
-    ErrorFeedback.compensate = forget  # type: ignore[method-assign]
+def _before_each_update(spoil: Callable[[ErrorFeedback], object]) -> None:
+    """Do something to a residual before it is added, whichever way."""
+    for name in ("update", "update_all"):
+        update = getattr(ErrorFeedback, name)
+
+        def spoiled(self: ErrorFeedback, write: object, update: Callable[..., Tensor] = update) -> Tensor:
+            spoil(self)
+            return update(self, write)
+
+        setattr(ErrorFeedback, name, spoiled)
 
 
 def own_value() -> None:
@@ -51,9 +56,9 @@ def own_value() -> None:
     unpack = gradient_path.unpack
 
     def inexact(
-        parcel: Parcel, mean: Tensor, exact_mean: Tensor, scale: Tensor | None, bucket: Tensor, keep_unused: bool
+        kept: BucketState, mean: Tensor, exact_mean: Tensor, scale: Tensor | None, bucket: Tensor, keep_unused: bool
     ) -> None:
-        unpack(parcel, mean, exact_mean, scale, bucket, keep_unused)
+        unpack(kept, mean, exact_mean, scale, bucket, keep_unused)
         if dist.get_rank() == 1:
             bucket.mul_(1 + 2.0**-20)
 
@@ -75,34 +80,35 @@ def uncounted_message() -> None:
     """A message travels that nobody counts."""
     exchange = GlooTransport._exchange
 
-    def twice(self: GlooTransport, send: list[Tensor], receive: Tensor) -> None:
-        exchange(self, send, receive.clone())
-        exchange(self, send, receive)
+    def twice(self: GlooTransport, send: Sequence[Tensor], receive: Tensor) -> Travelling:
+        exchange(self, send, receive.clone()).wait()
+        return exchange(self, send, receive)
 
     GlooTransport._exchange = twice  # type: ignore[method-assign]
 
 
 def early_commit() -> None:
     """What a round dropped is final before the step was applied."""
-    compensate = ErrorFeedback.compensate
-
-    def without_shadow(self: ErrorFeedback, add: object) -> Tensor:
-        self.pending = self.final
-        return compensate(self, add)  # type: ignore[arg-type]
-
-    ErrorFeedback.compensate = without_shadow  # type: ignore[method-assign]
+    _before_each_update(lambda residual: setattr(residual, "pending", residual.final))
 
 
 def scaled_units() -> None:
     """Gradients and residuals are exchanged with the loss scale on them."""
-    compensated, unpack = gradient_path.compensated, gradient_path.unpack
+    gather, unpack = gradient_path.gather, gradient_path.unpack
 
-    def scaled(kept: BucketState, bucket: Tensor, scale: Tensor | None, scratch: Scratch) -> Tensor:
-        return compensated(kept, bucket, None, scratch)
+    def scaled(
+        kept: BucketState,
+        bucket: Tensor,
+        flags: Sequence[int],
+        scale: Tensor | None,
+        scratch: Scratch,
+        residual: ErrorFeedback | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return gather(kept, bucket, flags, None, scratch, residual)
 
     def still_scaled(
-        parcel: Parcel, mean: Tensor, exact_mean: Tensor, scale: Tensor | None, bucket: Tensor, keep_unused: bool
+        kept: BucketState, mean: Tensor, exact_mean: Tensor, scale: Tensor | None, bucket: Tensor, keep_unused: bool
     ) -> None:
-        unpack(parcel, mean, exact_mean, None, bucket, keep_unused)
+        unpack(kept, mean, exact_mean, None, bucket, keep_unused)
 
-    gradient_path.compensated, gradient_path.unpack = scaled, still_scaled
+    gradient_path.gather, gradient_path.unpack = scaled, still_scaled

@@ -2,10 +2,11 @@
 
 import time
 
+import pytest
 import torch.distributed as dist
 
 from tests.laws.engine import engine, gradients_of
-from tests.methods import Case, each_case_and_world
+from tests.methods import Case, each_case_and_world, named_case
 from tests.pool import WorkerPool
 
 ROUNDS = 30
@@ -29,3 +30,12 @@ def test_order_is_the_same_on_all_ranks(pool: WorkerPool, case: Case, world: int
     by_rank = pool.run(issued, world, case, device)
     assert all(len(operations) >= 10 * ROUNDS for operations in by_rank[0])
     assert all(operations == by_rank[0] for operations in by_rank)
+
+
+def test_the_next_bucket_sets_out_before_the_second_hop(pool: WorkerPool, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("A CUDA stream carries one bucket after another.")
+    for (operations,) in pool.run(issued, 3, named_case("int8"), device):
+        names = [name for name, _ in operations[: len(operations) // ROUNDS]]
+        buckets = len(names) // 2
+        assert names == ["all_to_all", *["all_to_all", "all_gather"] * (buckets - 1), "all_gather"]

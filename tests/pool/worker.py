@@ -39,6 +39,7 @@ _PRELOAD = (
     "lightning_commopt.compression.kernels.numba.quantized",
     "lightning_commopt.compression.kernels.numba.signs",
     "lightning_commopt.compression.kernels.numba.largest",
+    "lightning_commopt.compression.kernels.numba.packing",
 )
 _PR_SET_PDEATHSIG = 1
 _STACKS_SIGNAL = signal.SIGUSR2

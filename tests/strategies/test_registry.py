@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_commopt import CommOptStrategy, Uncompressed
+from lightning_commopt import CommOptPipelineStrategy, CommOptStrategy, Uncompressed
 from lightning_commopt.compression import METHODS
 from tests.methods import CASES, Case
 
@@ -27,7 +27,8 @@ def strategy_named(name: str) -> CommOptStrategy:
 
 def test_names_are_those_of_ddp() -> None:
     ours = {name for name in StrategyRegistry.available_strategies() if name.startswith("commopt")}
-    assert ours == {"".join(parts) for parts in product(STEMS, LAUNCHES, UNUSED)}
+    pipelines = {f"commopt_pipeline{launch}" for launch in LAUNCHES}
+    assert ours == {"".join(parts) for parts in product(STEMS, LAUNCHES, UNUSED)} | pipelines
     ddp = {name.removeprefix("ddp") for name in StrategyRegistry.available_strategies() if name.startswith("ddp")}
     assert ddp == {b + c for b, c in product(LAUNCHES, UNUSED)}
 
@@ -40,6 +41,17 @@ def test_names_give_strategies(stem: str) -> None:
         assert strategy._is_auto == (stem == "commopt")
         assert strategy._start_method == LAUNCHES[launch]
         assert strategy._ddp_kwargs.get("find_unused_parameters", False) == bool(UNUSED[unused])
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_pipelines_by_name(launch: str) -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
+    strategy = Trainer(strategy=f"commopt_pipeline{launch}", **options).strategy
+    assert type(strategy) is CommOptPipelineStrategy
+    assert strategy._start_method == LAUNCHES[launch]
+    assert strategy.ranks_per_pipeline == 2
+    copy = pickle.loads(pickle.dumps(CommOptPipelineStrategy(2, 6, "zbv", cuts=[3, "a"], compression="int8")))
+    assert (copy.stages, copy.microbatches, copy.schedule, copy.cuts) == (2, 6, "zbv", (3, "a"))
 
 
 @pytest.mark.parametrize("name", ["commopt_int7", "commopt_int8_popen", "commopt_spawn_int8"])

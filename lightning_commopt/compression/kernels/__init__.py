@@ -11,6 +11,9 @@ One folder a compiler: a module of it has ``kernel_of(method)``.
 
 import importlib
 import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -27,7 +30,7 @@ from lightning_commopt.compression.kernels.choice import (
 from lightning_commopt.compression.kernels.kernel import Kernel
 from lightning_commopt.compression.kernels.trial import encode_and_decode
 
-__all__ = ["Compiler", "Kernels", "compiler_for", "kernel_for", "prepare", "use"]
+__all__ = ["Compiler", "Kernels", "columns_for", "compiler_for", "kernel_for", "packing_for", "prepare", "use"]
 
 _MODULES: dict[Compiler, dict[str, str]] = {
     "torch": {},
@@ -72,12 +75,7 @@ def kernel_for(method: Compression, *tensors: Tensor) -> Kernel | None:
 
     Kernels write to plain, contiguous memory of one device; fake tensors and those of other devices have none.
     """
-    device = tensors[0].device
-    for tensor in tensors:
-        plain = type(tensor) is Tensor and tensor.device == device and tensor.is_contiguous()
-        if not plain or tensor.requires_grad:
-            return None
-    return _kernel_of(method, device.type)
+    return _kernel_of(method, tensors[0].device.type) if _plain(*tensors) else None
 
 
 def _kernel_of(method: Compression, device_type: str) -> Kernel | None:
@@ -86,5 +84,41 @@ def _kernel_of(method: Compression, device_type: str) -> Kernel | None:
     name = _MODULES[compiler].get(method.name)
     if name is None:
         return None
-    kernel: Kernel | None = importlib.import_module(f"{__name__}.{compiler}.{name}").kernel_of(method)
+    return _found(method, f"{__name__}.{compiler}.{name}")
+
+
+@lru_cache
+def _found(method: Compression, module: str) -> Kernel | None:
+    kernel: Kernel | None = importlib.import_module(module).kernel_of(method)
     return kernel
+
+
+def packing_for(*tensors: Tensor) -> ModuleType | None:
+    """Return compiled ways between a bucket and what travels, if they may take these tensors; None: torch does it.
+
+    The CPU has them, for fp32: :mod:`~lightning_commopt.compression.kernels.numba.packing`.
+    """
+    if any(tensor.dtype != torch.float32 for tensor in tensors) or not _numba_takes(*tensors):
+        return None
+    return importlib.import_module(f"{__name__}.numba.packing")
+
+
+def columns_for(values: Tensor) -> Callable[..., None] | None:
+    """Return what measures the columns of a chunk (:class:`ColumnScales`); None: torch does it."""
+    if not _numba_takes(values):
+        return None
+    measure: Callable[..., None] = importlib.import_module(f"{__name__}.numba.signs").measure
+    return measure
+
+
+def _numba_takes(*tensors: Tensor) -> bool:
+    return _plain(*tensors) and tensors[0].device.type == "cpu" and compiler_for("cpu") == "numba"
+
+
+def _plain(*tensors: Tensor) -> bool:
+    """Whether a kernel may write to tensors: they lie in plain, contiguous memory of one device."""
+    device = tensors[0].device
+    return all(
+        type(tensor) is Tensor and tensor.device == device and tensor.is_contiguous() and not tensor.requires_grad
+        for tensor in tensors
+    )

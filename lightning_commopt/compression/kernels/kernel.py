@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Kernel"]
+__all__ = ["COMPRESSED", "COMPRESSED_GAP", "EXACT", "EXACT_GAP", "Kernel"]
+
+COMPRESSED, EXACT, COMPRESSED_GAP, EXACT_GAP = 0, 1, 2, 3
+"""What a stretch of a buffer belongs to, in the tables of ``numba/packing.py``."""
 
 
 class Kernel(NamedTuple):

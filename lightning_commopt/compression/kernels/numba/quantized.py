@@ -61,10 +61,10 @@ def _encode_int4(values: Array, scales: Array, codes: Array) -> None:
             high[i] -= upper * step
 
 
-@compiled("void(float32[::1], int8[:, ::1], float32[:, ::1], boolean)")
+@compiled("void(uint16[::1], int8[:, ::1], float32[:, ::1], boolean)")
 def _decode_int8(scales: Array, codes: Array, out: Array, add: bool) -> None:
     for b in range(len(out)):
-        block, code, step = out[b], codes[b], scales[b]
+        block, code, step = out[b], codes[b], widened(scales[b])
         if add:
             for i in range(len(block)):
                 block[i] += np.float32(code[i]) * step
@@ -73,11 +73,11 @@ def _decode_int8(scales: Array, codes: Array, out: Array, add: bool) -> None:
                 block[i] = np.float32(code[i]) * step
 
 
-@compiled("void(float32[::1], uint8[:, ::1], float32[:, ::1], boolean)")
+@compiled("void(uint16[::1], uint8[:, ::1], float32[:, ::1], boolean)")
 def _decode_int4(scales: Array, codes: Array, out: Array, add: bool) -> None:
     half = out.shape[1] // 2
     for b in range(len(out)):
-        low, high, code, step = out[b, :half], out[b, half:], codes[b], scales[b]
+        low, high, code, step = out[b, :half], out[b, half:], codes[b], widened(scales[b])
         if add:
             for i in range(half):
                 low[i] += (np.float32(code[i] & np.uint8(15)) - np.float32(8.0)) * step
@@ -95,7 +95,7 @@ def _int8_encode(values: Tensor, scales: Tensor, codes: Tensor) -> None:
 
 
 def _int8_decode(scales: Tensor, codes: Tensor, out: Tensor, add: bool) -> None:
-    _decode_int8(scales.float().numpy(), codes.view(torch.int8).numpy(), out.numpy(), add)
+    _decode_int8(scales.view(torch.uint16).numpy(), codes.view(torch.int8).numpy(), out.numpy(), add)
 
 
 def _int4_encode(values: Tensor, scales: Tensor, codes: Tensor) -> None:
@@ -103,7 +103,7 @@ def _int4_encode(values: Tensor, scales: Tensor, codes: Tensor) -> None:
 
 
 def _int4_decode(scales: Tensor, codes: Tensor, out: Tensor, add: bool) -> None:
-    _decode_int4(scales.float().numpy(), codes.numpy(), out.numpy(), add)
+    _decode_int4(scales.view(torch.uint16).numpy(), codes.numpy(), out.numpy(), add)
 
 
 def kernel_of(method: Compression) -> Kernel | None:

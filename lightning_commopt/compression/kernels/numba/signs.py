@@ -1,6 +1,6 @@
 """Compiled onebit: columns levelled, signs packed, mean magnitude and residual in one visit of each block."""
 
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compression.base import Compression
+from lightning_commopt.compression.column_scales import TILE
 from lightning_commopt.compression.kernels.kernel import Kernel
 from lightning_commopt.compression.kernels.numba.bfloat16 import rounded, widened
 from lightning_commopt.compression.kernels.numba.compiler import compiled, part_of_kernels
 from lightning_commopt.compression.kernels.runs import Run, runs_of
+from lightning_commopt.compression.layout import Matrix
 from lightning_commopt.compression.onebit import OneBit
 
-__all__ = ["kernel_of"]
+__all__ = ["kernel_of", "measure"]
 
 Array = npt.NDArray[Any]
 
-_ONE = np.float32(1.0)
+_ONE, _NONE = np.float32(1.0), np.float32(0.0)
 _GATHER_BITS = np.uint64(0x0102040810204080)  # see `pack_bits`
 
 
@@ -94,20 +96,69 @@ def _decode(scales: Array, codes: Array, out: Array, runs: Array, down: Array, a
                     block[i] = signed[i] * restores[i]
 
 
-def _table(matrices: Sequence[tuple[slice, int, int]], blocks: int, size: int) -> Array:
+@compiled("void(float32[::1], int64[:, ::1], int64, float32[::1], float32[::1])")
+def _measure(values: Array, matrices: Array, tile: int, sizes: Array, largest: Array) -> None:
+    """Write the sum of magnitudes of each column, and beside it the largest of its matrix; see `ColumnScales`."""
+    at, work = 0, np.empty(tile, np.float32)
+    for m in range(len(matrices)):
+        start, stop, column, columns = matrices[m]
+        if columns > len(work):
+            work = np.empty(columns, np.float32)
+        size = sizes[at : at + columns]
+        size[:] = _NONE
+        while start < stop:
+            count = min(columns - column, stop - start)
+            if count == columns:  # whole rows, as many as a tile holds
+                count *= min(max(1, tile // columns), (stop - start) // columns)
+            some = values[start : start + count]
+            for i in range(count):
+                work[i] = abs(some[i])
+            rows = count // columns
+            while rows > 1:
+                half = (rows + 1) // 2
+                early, late = work[: (rows - half) * columns], work[half * columns : rows * columns]
+                for i in range(len(late)):
+                    early[i] += late[i]
+                rows = half
+            part = size[column : column + min(count, columns)]
+            for i in range(len(part)):
+                part[i] += work[i]
+            start, column = start + count, 0
+        most = _NONE
+        for i in range(columns):
+            if size[i] > most or size[i] != size[i]:
+                most = size[i]
+            if most != most:  # NaN in one column makes all NaN
+                break
+        largest[at : at + columns] = most
+        at += columns
+
+
+def measure(values: Tensor, matrices: tuple[Matrix, ...], sizes: Tensor, largest: Tensor) -> None:
+    """Do what ``ColumnScales`` does in torch."""
+    _measure(values.numpy(), _places(matrices), TILE, sizes.numpy(), largest.numpy())
+
+
+@lru_cache(maxsize=4096)
+def _places(matrices: tuple[Matrix, ...]) -> Array:
+    return np.array(matrices, np.int64).reshape(-1, 4)
+
+
+@lru_cache(maxsize=4096)
+def _table(matrices: tuple[Matrix, ...], blocks: int, size: int) -> Array:
     """Return a row of the fields of each ``Run``."""
     return np.array(runs_of(matrices, blocks, size), np.int64).reshape(-1, len(Run._fields))
 
 
 def _onebit_encode(
-    values: Tensor, scales: Tensor, codes: Tensor, matrices: Sequence[tuple[slice, int, int]], up: Tensor, down: Tensor
+    values: Tensor, scales: Tensor, codes: Tensor, matrices: tuple[Matrix, ...], up: Tensor, down: Tensor
 ) -> None:
     runs = _table(matrices, *values.shape)
     _encode(values.numpy(), scales.view(torch.uint16).numpy(), codes.numpy(), runs, up.numpy(), down.numpy())
 
 
 def _onebit_decode(
-    scales: Tensor, codes: Tensor, out: Tensor, matrices: Sequence[tuple[slice, int, int]], down: Tensor, add: bool
+    scales: Tensor, codes: Tensor, out: Tensor, matrices: tuple[Matrix, ...], down: Tensor, add: bool
 ) -> None:
     runs = _table(matrices, *out.shape)
     _decode(scales.view(torch.uint16).numpy(), codes.numpy(), out.numpy(), runs, down.numpy(), add)

@@ -14,6 +14,7 @@ from lightning_commopt.compression.kernels.kernel import Kernel
 from lightning_commopt.compression.kernels.runs import runs_of
 from lightning_commopt.compression.kernels.triton.compiler import LARGEST_BLOCK, compiled, launch, part_of_kernels
 from lightning_commopt.compression.kernels.triton.numbers import bits_of, rounded, widened
+from lightning_commopt.compression.layout import Matrix
 from lightning_commopt.compression.onebit import OneBit
 
 __all__ = ["kernel_of"]
@@ -125,7 +126,7 @@ def _decode(
 
 
 def _onebit_encode(
-    values: Tensor, scales: Tensor, codes: Tensor, matrices: Sequence[tuple[slice, int, int]], up: Tensor, down: Tensor
+    values: Tensor, scales: Tensor, codes: Tensor, matrices: Sequence[Matrix], up: Tensor, down: Tensor
 ) -> None:
     blocks, size = values.shape
     arrays = (values, scales.view(torch.int16), codes, up, down)
@@ -135,7 +136,7 @@ def _onebit_encode(
 
 
 def _onebit_decode(
-    scales: Tensor, codes: Tensor, out: Tensor, matrices: Sequence[tuple[slice, int, int]], down: Tensor, add: bool
+    scales: Tensor, codes: Tensor, out: Tensor, matrices: Sequence[Matrix], down: Tensor, add: bool
 ) -> None:
     blocks, size = out.shape
     arrays = (out, scales.view(torch.int16), codes, down)

@@ -1,0 +1,1 @@
+"""Bubble and memory of a pipeline."""

@@ -1,0 +1,673 @@
+"""The pipeline-parallel strategy."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_commopt.compression import Compression, Uncompressed
+from lightning_commopt.failure.checks import check_output
+from lightning_commopt.failure.phase import Phase
+from lightning_commopt.measure import CommStats
+from lightning_commopt.pipeline.agreement import BatchAgreement, DifferentBatches
+from lightning_commopt.pipeline.blocks import find_blocks
+from lightning_commopt.pipeline.checks import check_module, check_optimizers, once
+from lightning_commopt.pipeline.engine import Engine, EngineOptions
+from lightning_commopt.pipeline.errors import PipelineError
+from lightning_commopt.pipeline.groups import PipelineGroups, SharedGroups
+from lightning_commopt.pipeline.metrics import StagedMetrics
+from lightning_commopt.pipeline.microbatches import split_batch
+from lightning_commopt.pipeline.named import ScheduleName, schedule_named
+from lightning_commopt.pipeline.precision import StagedPrecision
+from lightning_commopt.pipeline.recording import StepRecorder, log_again
+from lightning_commopt.pipeline.replay import replay
+from lightning_commopt.pipeline.report import partition_table, predicted_bubble, stage_reports
+from lightning_commopt.pipeline.residuals import MergedPath, StagePath
+from lightning_commopt.pipeline.state import OptimizerNames, broadcast_tensor, stream
+from lightning_commopt.routes import GradientPath, PinnedDDP, Topology
+from lightning_commopt.strategies.commopt import CommOptStrategy
+from lightning_commopt.strategies.groups import Groups
+from lightning_commopt.strategies.preflight import fingerprint
+from lightning_commopt.strategies.rewrap import Trainable
+from lightning_commopt.strategies.sigterm import Sigterm
+
+__all__ = ["CommOptPipelineStrategy"]
+
+_STEP = "_commopt_pipeline_step"
+_MICROBATCHES_PER_STAGE = 4
+
+
+class CommOptPipelineStrategy(CommOptStrategy):
+    """Pipeline parallel, and data parallel with compressed gradient exchange, with an unchanged LightningModule.
+
+    The model is cut between blocks into stages, one a process or several. Each stage runs the whole `training_step`
+    on every microbatch, but only its own blocks; tensors that blocks hand over travel between stages. Processes beyond
+    ``stages`` hold replicas, whose gradients are exchanged as in :class:`CommOptStrategy`.
+
+    Logged values, metrics, checkpoints and the module after the fit are those of a single process. Batch norms see
+    microbatches, and dropout draws other numbers than in a single process (the same ones in each run of one seed).
+
+    Args:
+        stages: Processes over which one copy of the model is spread; consecutive ranks. None for all.
+        microbatches: Parts into which each batch is cut. None for four times ``stages``.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"`` or ``"zbv"``; the last two put several stages on a process.
+        blocks: Names of the modules between which the model may be cut, in the order of their calls, or the name of one
+            ``Sequential`` or ``ModuleList`` of them. None takes the one with most parameters.
+        cuts: The first block, by name or index, of every stage but the first. None balances floating-point operations.
+        stages_per_rank: Stages on each process, with ``"interleaved"``.
+        loss: ``"mean"`` where the loss of a batch is a mean over samples, ``"sum"`` where it is a sum.
+        different_batches: What to do when ranks of a pipeline load different batches: ``"error"`` ends all ranks,
+            ``"broadcast"`` gives the batch of the first one to the others, always.
+        compression: As in :class:`CommOptStrategy`, between replicas.
+        **kwargs: As for :class:`CommOptStrategy`.
+
+    Raises:
+        ValueError: An option is out of its bounds, or cannot be honoured; the message says what to do instead.
+
+    """
+
+    def __init__(
+        self,
+        stages: int | None = None,
+        microbatches: int | None = None,
+        schedule: ScheduleName = "1f1b",
+        *,
+        blocks: str | Sequence[str] | None = None,
+        cuts: Sequence[int | str] | None = None,
+        stages_per_rank: int | None = None,
+        loss: Literal["mean", "sum"] = "mean",
+        different_batches: DifferentBatches = "error",
+        compression: Compression | str = "none",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(compression, **kwargs)
+        self.stages, self.microbatches, self.schedule = stages, microbatches, schedule
+        self.blocks = blocks if blocks is None or isinstance(blocks, str) else tuple(blocks)
+        self.cuts = None if cuts is None else tuple(cuts)
+        self.stages_per_rank, self.loss = stages_per_rank, loss
+        _check_options(self)
+        self._batches = BatchAgreement(different_batches)
+        self._grid: tuple[object, PipelineGroups] | None = None
+        self._engine: Engine | None = None
+        self._shared = SharedGroups({}, {})
+        self._places: dict[str, tuple[int, ...]] = {}
+        self._optimizer_names: OptimizerNames | None = None
+        self._staged_precision: StagedPrecision | None = None
+        self._staged_metrics: StagedMetrics | None = None
+        self._settled = self._reported = self._accumulates = False
+        self._resumed_from: Mapping[str, Any] | None = None
+
+    # ---- processes ------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks_per_pipeline(self) -> int:
+        """Processes over which one copy of the model is spread."""
+        return self.world_size if self.stages is None else self.stages
+
+    @property
+    def _groups_of_pipeline(self) -> PipelineGroups:
+        """The process groups, made once for each default process group."""
+        world = dist.group.WORLD
+        if self._grid is None or self._grid[0] is not world:
+            backend = "nccl" if self.root_device.type == "cuda" else "gloo"
+            self._grid = (world, PipelineGroups(self.ranks_per_pipeline, backend, self._timeout))
+        return self._grid[1]
+
+    @override
+    def setup_environment(self) -> None:
+        world = self.world_size
+        if world % self.ranks_per_pipeline:
+            raise ValueError(
+                f"`stages={self.stages}` must divide the number of processes, which is {world}: change `devices` or "
+                "`stages`."
+            )
+        super().setup_environment()
+        _ = self._groups_of_pipeline
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        ranks = self.ranks_per_pipeline
+        return {"num_replicas": self.world_size // ranks, "rank": self.global_rank // ranks}
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return super().reduce(tensor, group or self._groups_of_pipeline.data, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._is_leaving:
+            return decision
+        votes = self._control.all_gather(decision)
+        return False not in votes if all else True in votes
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, group or self._groups_of_pipeline.data, sync_grads)
+
+    @override
+    def _process_groups(self) -> Groups:
+        grid = self._groups_of_pipeline
+        return Groups(grid.gradients, None, Topology(1, grid.replicas, "stages are replicated"))
+
+    @property
+    @override
+    def _exchanges(self) -> bool:
+        return not isinstance(self.compression, Uncompressed) and self.world_size > self.ranks_per_pipeline
+
+    @property
+    @override
+    def _carries_sigterm(self) -> GradientPath | None:
+        return None  # it would reach the ranks with the same stage alone
+
+    # ---- set-up ---------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        """Prepare all but the model, which is cut when the first batch is there."""
+        module = self.lightning_module
+        assert module is not None
+        assert self.accelerator is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._path = self._steps = self._log = None
+            self._optimizer_names = None
+        self._engine, self._settled = None, False
+        if self._layer_sync is not None:
+            raise PipelineError("`sync_batchnorm=True`: batch norms of a pipeline see microbatches. Leave it out.")
+        check_module(module, fitting=fitting)
+        self._blocks = find_blocks(module, self.blocks)
+        stages = len(schedule_named(self.schedule, self.ranks_per_pipeline, 1, self.stages_per_rank).placement)
+        if stages > len(self._blocks):
+            raise PipelineError(
+                f"{stages} stages need as many blocks, and the model has {len(self._blocks)} (`{self._blocks[0]}` to "
+                f"`{self._blocks[-1]}`): take fewer `stages`, or name more `blocks`."
+            )
+        if self.world_size > 1:
+            self._uneven.attach(trainer, self._control)
+            self._control.compare(self._fingerprint(module))
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(module)
+        module._device = self.root_device
+        self.model = module
+        if fitting:
+            self.setup_optimizers(trainer)
+            check_optimizers(self.optimizers)
+            names = {id(p): name for name, p in reversed(list(module.named_parameters(remove_duplicate=False)))}
+            self._optimizer_names = OptimizerNames(self.optimizers[0], names) if self.optimizers else None
+        self.setup_precision_plugin()
+        grid = self._groups_of_pipeline
+        self._staged_precision = StagedPrecision(
+            self.precision_plugin, grid.pipeline, self.root_device, self._counts_here
+        )
+        self._sigterm = Sigterm(trainer, self) if self.world_size > 1 else None
+        if fitting:
+            rank_zero_info(self.explain())
+
+    def _fingerprint(self, module: nn.Module) -> dict[str, str]:
+        own = {name: str(getattr(self, name)) for name in ("stages", "microbatches", "schedule", "blocks", "cuts")}
+        own |= {"stages_per_rank": str(self.stages_per_rank), "loss": self.loss}
+        return fingerprint(self, module) | own | {"different_batches": self._batches.policy}
+
+    def _prepare(self, method: str, batch: Any, extra: Sequence[Any]) -> Engine:
+        """Cut the model, unless it is; decide about parameters outside of blocks once it is known what trains."""
+        module = self.lightning_module
+        assert module is not None
+        grid = self._groups_of_pipeline
+        if self._engine is None:
+            module._device = self.root_device
+            options = EngineOptions(
+                self.schedule, self._microbatches, self.stages_per_rank, self.cuts, self.loss == "sum"
+            )
+            seed = self._control.broadcast(torch.initial_seed() % 2**40) + grid.replica
+            engine = Engine(
+                module,
+                self._blocks,
+                options,
+                grid.pipeline,
+                self.root_device,
+                self.precision_plugin.forward_context,
+                seed,
+            )
+            engine.cut(method, batch, extra)
+            self._engine = engine
+            self._align(engine)
+        if not self._settled and (method == "training_step" or module.trainer.state.fn != TrainerFn.FITTING):
+            self._settle(self._engine, method, batch, extra)
+        return self._engine
+
+    @property
+    def _microbatches(self) -> int:
+        return self.microbatches or _MICROBATCHES_PER_STAGE * self.ranks_per_pipeline
+
+    def _align(self, engine: Engine) -> None:
+        """Start from the same values: those of rank 0 outside of blocks, those of the first replica in them."""
+        assert engine.partition is not None
+        grid, plan = self._groups_of_pipeline, engine.partition.plan
+        assert self.lightning_module is not None
+        blocks = [self.lightning_module.get_submodule(name) for name in plan.blocks]
+        inside = {id(t) for block in blocks for t in (*block.parameters(), *block.buffers())}
+        foreign = {id(p) for p in engine.partition.parameters.values() if not p.numel()}
+        tensors = {id(t): t for t in (*self.lightning_module.parameters(), *self.lightning_module.buffers())}
+        with torch.no_grad():
+            for identity, tensor in tensors.items():
+                if identity in foreign or not tensor.numel():
+                    continue
+                if identity not in inside:
+                    dist.broadcast(tensor.data, 0)
+                elif grid.replicas > 1:
+                    dist.broadcast(tensor.data, group=grid.data, group_src=0)
+
+    def _settle(self, engine: Engine, method: str, batch: Any, extra: Sequence[Any]) -> None:
+        grid = self._groups_of_pipeline
+        owners = engine.settle(method, batch, extra)
+        self._places = {name: tuple(sorted({engine.placement[s] for s in of})) for name, of in owners.items()}
+        self._shared = grid.shared(self._places)
+        partition = engine.partition
+        assert partition is not None
+        names = {id(p): name for name, p in reversed(list(partition.parameters.items()))}
+        self._name_of = {id(p): names[id(p)] for p in partition.owned.values()}
+        self._settled = True
+        self._report(engine, owners, split_batch(batch, self._microbatches)[0].rows)
+        assert self.lightning_module is not None
+        self._staged_metrics = StagedMetrics(
+            self.lightning_module, engine.last_rank, grid.control, grid.data, lambda: engine.in_step
+        )
+        if method != "training_step":
+            return
+        if self._optimizer_names is not None:
+            self._optimizer_names.keep(set(self._name_of))
+            _optimizers_to_device(self.optimizers, self.root_device)
+        self._checkpoint.signature += f", blocks {engine.blocks[0]} cut at {partition.plan.cuts}"
+        if grid.replicas > 1:
+            self._wrap(engine)
+        if self._resumed_from is not None:
+            self._restore_residuals()
+
+    def _wrap(self, engine: Engine) -> None:
+        """Let DDP exchange gradients between replicas of a stage."""
+        module = self.lightning_module
+        assert module is not None
+        trains = self._control.all_gather(bool(engine.trainable))
+        without = [rank for rank, any_here in enumerate(trains) if not any_here]
+        if without and self._exchanges:
+            raise PipelineError(
+                f"No parameter on rank(s) {without} is trainable, and method `{self.compression.name}` has nothing to "
+                "exchange there: choose other `cuts`, or `compression='none'`."
+            )
+        if not engine.trainable:
+            return
+        vars(module)[_STEP] = self._step
+        self.model = self._setup_model(module)
+        self._register_ddp_hooks()
+
+    @override
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        assert self._engine is not None
+        assert self._engine.partition is not None
+        self._wrapped = Trainable(model)
+        ignored = list(self._engine.partition.dummies)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        wrapper = PinnedDDP if self._exchanges else DistributedDataParallel
+        devices, group = self.determine_ddp_device_ids(), self._groups_of_pipeline.data
+        return wrapper(model, device_ids=devices, process_group=group, **self._ddp_kwargs)
+
+    def _counts_here(self, parameter: Tensor) -> bool:
+        """Whether this rank counts a parameter in the norm of the whole model."""
+        name = self._name_of.get(id(parameter))
+        return name is not None and self._shared.counts_here(name, self._groups_of_pipeline.place)
+
+    def _report(self, engine: Engine, owners: Mapping[str, tuple[int, ...]], rows: int) -> None:
+        """Print the stages, and warn of few microbatches."""
+        partition, trace = engine.partition, engine.first_trace
+        assert partition is not None
+        assert trace is not None
+        if self._reported:
+            return
+        self._reported = True
+        ranks = self.ranks_per_pipeline
+        schedule = engine.options.schedule_of(ranks, self._microbatches)
+        identities = {name: id(p) for name, p in partition.parameters.items()}
+        reports = stage_reports(partition.plan, trace, schedule.placement, owners, partition.shapes, identities)
+        rank_zero_info(partition_table(reports, schedule, f"`{self.schedule}`"))
+        flops = [float(r.flops) for r in reports]
+        if self._microbatches < (good := _MICROBATCHES_PER_STAGE * ranks):
+            counts = sorted({self._microbatches, 2 * ranks, good, 2 * good})
+            choices = ", ".join(
+                f"{m}: {predicted_bubble(engine.options.schedule_of(ranks, m), flops):.0%}" for m in counts
+            )
+            rank_zero_warn(
+                f"`microbatches={self._microbatches}` is less than {_MICROBATCHES_PER_STAGE} a stage, and stages will "
+                f"wait. Predicted bubble by microbatches: {choices}."
+            )
+        whole = sum({identities[name]: shape.nbytes for name, shape in partition.shapes.items()}.values())
+        held = self._microbatches * sum(r.activation_bytes for r in reports)
+        self._say_if_small(4 * whole + held)
+
+    def _say_if_small(self, needed: int) -> None:
+        """Say when one device would do: weights, gradients and two moments of each, and all activations."""
+        if self.root_device.type != "cuda":
+            return
+        total = torch.cuda.get_device_properties(self.root_device).total_memory
+        if needed < 0.8 * total:
+            rank_zero_info(
+                f"commopt: the whole model would take about {needed / 1e9:.1f} GB of the {total / 1e9:.1f} GB of one "
+                "device: data parallel (`strategy='commopt'`) is faster, since no stage waits for another."
+            )
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._engine is not None and self._settled:
+            self._engine.check_unchanged()
+        super().on_train_batch_start(batch, batch_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        if self.watch is not None:
+            self.watch.enter(Phase.TRAINING_STEP)
+        batch, extra = self._agreed("training_step", args, kwargs)
+        self._prepare("training_step", batch, extra)
+        if isinstance(self.model, DistributedDataParallel):
+            output = self._forward_redirection(self.model, module, _STEP, batch, *extra)
+        else:
+            output = self._step(batch, *extra)
+        if self.watch is not None:
+            check_output(output, module)
+        return output
+
+    def _step(self, batch: Any, *extra: Any) -> Any:
+        """Run all microbatches forwards and backwards, and return a loss that gives gradients when asked."""
+        module, engine = self.lightning_module, self._engine
+        assert module is not None
+        assert engine is not None
+        assert self._staged_precision is not None
+        scale = self._staged_precision.scale / module.trainer.accumulate_grad_batches
+        gradients, recorder = engine.train(batch, extra, scale, self._batch_number)
+        for place, (name, parameter) in enumerate(engine.trainable.items()):
+            gradient = gradients[place]
+            if (group := self._shared.group_of(name)) is not None:
+                gradient = torch.zeros_like(parameter) if gradient is None else gradient
+                dist.all_reduce(gradient, group=group)
+            elif gradient is None and isinstance(self.model, DistributedDataParallel):
+                gradient = torch.zeros_like(parameter)
+            gradients[place] = gradient
+        output = self._relayed(recorder)
+        loss = output["loss"] if isinstance(output, dict) else output
+        parameters: list[Tensor] = list(engine.trainable.values())
+        if not parameters:
+            parameters, gradients = [torch.zeros((), requires_grad=True)], [None]
+        proxy = replay(loss.to(self.root_device), parameters, gradients, scale)
+        return {**output, "loss": proxy} if isinstance(output, dict) else proxy
+
+    @property
+    def _batch_number(self) -> int:
+        """Of the batch in the run; it goes on after a resume."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx
+
+    def _relayed(self, recorder: StepRecorder) -> Any:
+        """Log on every rank what the last stage logged, and return what it returned."""
+        engine, control = self._engine, self._groups_of_pipeline.control
+        assert engine is not None
+        assert self.lightning_module is not None
+        payload = (recorder.logged(), recorder.output()) if engine.is_last else None
+        told = control.broadcast(move_data_to_device(payload, torch.device("cpu")), engine.last_rank)
+        assert told is not None
+        logged, output = told
+        log_again(self.lightning_module, logged, has_state=engine.is_last)
+        return move_data_to_device(output, self.root_device)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        engine = self._engine
+        if engine is not None and self._groups_of_pipeline.replicas > 1 and not self._accumulates:
+            # the means over replicas of a shared parameter may differ between stages in the last bit, or much
+            for name, parameter in engine.trainable.items():
+                if (group := self._shared.group_of(name)) is not None and parameter.grad is not None:
+                    dist.broadcast(parameter.grad, group=group, group_src=0)
+        return loss
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        self._accumulates = True
+        try:
+            with super().block_backward_sync():
+                yield
+        finally:
+            self._accumulates = False
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: "pl.LightningModule | nn.Module | None" = None,
+        **kwargs: Any,
+    ) -> Any:
+        return super().optimizer_step(optimizer, once(closure), model, **kwargs)
+
+    @override
+    def _nonfinite_names(self, path: GradientPath) -> list[str]:
+        everywhere = self._groups_of_pipeline.control.all_gather(path.nonfinite_parameters())
+        return [name for names in everywhere for name in names]
+
+    @override
+    def _raise_if_nonfinite(self, path: GradientPath) -> None:
+        if not (bad := self._nonfinite_names(path)):
+            return
+        path.clear_nonfinite()
+        here = self._control.all_gather(path.nonfinite_parameters(here=True))
+        ranks = [rank for rank, names in enumerate(here) if bad[0] in names]
+        raise FloatingPointError(
+            f"The gradient of `{bad[0]}` is not finite on rank(s) {ranks} in round {path.rounds}. Lower the learning "
+            "rate or clip gradients, or choose `nonfinite='skip'` to skip such steps, 'propagate' to let them through."
+        )
+
+    def _evaluate(self, method: str, args: Any, kwargs: Any) -> Any:
+        batch, extra = self._agreed(method, args, kwargs)
+        engine = self._prepare(method, batch, extra)
+        self._evaluated += 1
+        return self._relayed(engine.evaluate(method, batch, extra, self._evaluated))
+
+    _evaluated = 0
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", args, kwargs)
+
+    def _agreed(self, method: str, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Return the batch, the same on all ranks of a pipeline, and the other arguments of a step."""
+        given = (*args, *kwargs.values())
+        if not given:
+            raise PipelineError(f"`{method}` takes no batch: a pipeline needs one to cut into microbatches.")
+        grid = self._groups_of_pipeline
+        return self._batches.agreed(given[0], method, self.root_device, grid, self._control), given[1:]
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.watch is not None:
+            self.watch.enter(Phase.CHECKPOINT)
+        module, engine, grid = self.lightning_module, self._engine, self._groups_of_pipeline
+        assert module is not None
+        state = module.state_dict()
+        if engine is None or engine.partition is None:
+            return state
+        if grid.replica or self._is_leaving:
+            return {}
+        owners = engine.state_owners()
+        return stream(
+            engine.partition.state_keys, lambda k: engine.placement[owners[k]], state.__getitem__, grid.control
+        )
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        grid = self._groups_of_pipeline
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        if not self._places or self._optimizer_names is None:
+            return super().optimizer_state(optimizer)
+        if grid.replica or self._is_leaving:
+            return {}
+        return self._optimizer_names.state_dict(lambda name: self._places[name][0], grid.control)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: "str | Path", storage_options: Any = None) -> None:
+        if self._is_leaving:
+            if self.is_global_zero:
+                rank_zero_warn("No checkpoint was written: after a failure the stages of other ranks are out of reach.")
+            return
+        if self.watch is not None:
+            self.watch.enter(Phase.CHECKPOINT)
+        written = None
+        grid = self._groups_of_pipeline
+        if self._path is not None and "optimizer_states" in checkpoint:
+            merged: Any = MergedPath(self._path, grid.control)
+            if grid.place == 0:
+                written = self._checkpoint.add(checkpoint, str(filepath), merged, grid.data_control, self.checkpoint_io)
+        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+        if written is not None and self.is_global_zero:
+            self._checkpoint.sweep(*written)
+        if self.watch is not None:
+            self.watch.enter(Phase.BETWEEN_BATCHES)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)  # on the CPU, until the model is cut
+        self._resumed_from = checkpoint
+
+    def _restore_residuals(self) -> None:
+        self._resumed_from = None
+        if self._path is not None:
+            path: Any = StagePath(self._path)
+            self._checkpoint.restore(path, self._groups_of_pipeline.data_control, self.checkpoint_io)
+        else:
+            self._checkpoint.forget()
+
+    # ---- what happened --------------------------------------------------------------------------------------------
+
+    @override
+    def gather_comm_stats(self) -> list[CommStats]:
+        source = self._log if self._path is None else self._path.recorder
+        if source is not None:
+            source.compare_waiting(self._groups_of_pipeline.data_control.all_gather)
+        return self._control.all_gather(self.comm_stats())
+
+    @override
+    def explain(self) -> str:
+        ranks = self.ranks_per_pipeline
+        replicas = self.world_size // ranks
+        exchange = (
+            "one replica"
+            if replicas == 1
+            else f"{replicas} replicas, whose gradients are exchanged by method `{self.compression!r}`"
+        )
+        return (
+            f"commopt: pipeline of {ranks} ranks under schedule `{self.schedule}` with {self._microbatches} "
+            f"microbatches; {exchange}."
+        )
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        runtime = dict.fromkeys(("_grid", "_engine", "_optimizer_names", "_staged_precision", "_staged_metrics"))
+        return super().__getstate__() | runtime
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(stages={self.stages}, schedule={self.schedule!r})"
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        """Give the module its weights back, on the CPU of every rank."""
+        engine, module = self._engine, self.lightning_module
+        assert module is not None
+        if self._staged_metrics is not None:
+            self._staged_metrics.close()
+            self._staged_metrics = None
+        if self._staged_precision is not None:
+            self._staged_precision.close()
+            self._staged_precision = None
+        if engine is not None and engine.partition is not None:
+            vars(module).pop(_STEP, None)
+            self.model = module
+            self._collect(engine)
+        self._engine = None
+        super().teardown()
+
+    def _collect(self, engine: Engine) -> None:
+        partition, grid, module = engine.partition, self._groups_of_pipeline, self.lightning_module
+        assert partition is not None
+        assert module is not None
+        failed = self.watch is not None and (self.watch.failing or self.watch.verdict is not None)
+        owners = engine.state_owners()
+        state = module.state_dict()
+
+        def value_of(name: str, parameter: nn.Parameter) -> Tensor:
+            shape = partition.shapes[name]
+            if failed:
+                lost = torch.full((), float("nan"), dtype=shape.dtype).expand(shape.shape)
+                return lost if not parameter.numel() else parameter.data
+            owner = engine.placement[partition.plan_stage(name)]
+            mine = parameter.data if owner == grid.place else None
+            return broadcast_tensor(mine, shape.shape, shape.dtype, owner, grid.control)
+
+        engine.restore(value_of)
+        if failed:
+            return
+        buffers = dict(module.named_buffers())
+        for key in partition.state_keys:
+            if key in buffers:
+                owner = engine.placement[owners[key]]
+                mine = state[key] if owner == grid.place else None
+                value = broadcast_tensor(mine, buffers[key].shape, buffers[key].dtype, owner, grid.control)
+                buffers[key].data = value
+
+
+def _check_options(strategy: CommOptPipelineStrategy) -> None:
+    """Refuse options that are out of bounds, or that a pipeline cannot honour."""
+    for name in ("stages", "microbatches"):
+        value = getattr(strategy, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"`{name}={value!r}` must be an int of at least 1, or None.")
+    if strategy.loss not in get_args(Literal["mean", "sum"]):
+        raise ValueError(f"`loss={strategy.loss!r}` must be 'mean' or 'sum'.")
+    schedule_named(strategy.schedule, 2, 2, strategy.stages_per_rank)
+    if strategy._ddp_kwargs.get("static_graph"):
+        raise ValueError(
+            "`static_graph` cannot be combined with a pipeline, whose gradients DDP sees once. Leave it out."
+        )
+    if strategy.hierarchy not in ("auto", False):
+        raise ValueError(f"`hierarchy={strategy.hierarchy}` is not available in a pipeline: leave it out.")
+    if strategy._uneven.policy == "join":
+        raise ValueError("`uneven='join'` is not available in a pipeline: choose 'error' or 'trim'.")
