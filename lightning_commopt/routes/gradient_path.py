@@ -143,7 +143,7 @@ class GradientPath:
 
     def _dense_sum(self, number: int, bucket: Tensor) -> Tensor | None:
         """Return the dense sum of the bucket of that number where its mean is to be checked."""
-        if self.dense or not self.mean_check.due(self.rounds, number, len(self._buckets)):
+        if self.dense or not self.mean_check.due(self.rounds, number):
             return None
         dense, sent = self.mean_check.dense_sum(bucket)
         self._promised += sent
@@ -216,6 +216,7 @@ class GradientPath:
         """
         self._calls_before = self.hook_calls
         self._handed_over = 0
+        self.mean_check.buckets = len(self._buckets)  # while they are found, their number differs from rank to rank
         self._loss_scale = loss_scale
         if self._samples_error:
             self._error_samples = []
@@ -381,6 +382,7 @@ class GradientPath:
                     if place <= start < place + len(whole):
                         whole[start - place : start - place + len(values)].add_(values, alpha=self.transport.world)
         self._loaded = {"first": first}
+        self._error_samples, self.error_due, self.mean_check.cosine = [], True, None
         self.method = method
         self.kernels = kernels.prepare(method, self.device)
         self.route = route_for(method, self.transport, self.scratch, self.recorder)

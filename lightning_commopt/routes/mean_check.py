@@ -20,20 +20,22 @@ class MeanCheck:
     def __init__(self, transports: list[Transport]) -> None:
         self.every = 0
         """Rounds between two checks; 0: never."""
+        self.buckets = 0
+        """How many buckets a round has; 0 while they are not known yet."""
         self.cosine: Tensor | None = None
         """Cosine of the last comparison, a 0-d float64 tensor."""
         self._transports = transports
 
-    def due(self, round: int, bucket: int, buckets: int) -> bool:
+    def due(self, round: int, bucket: int) -> bool:
         """Whether a bucket is to be compared in a round: one after the other gets its turn.
 
         Args:
             round: Rounds exchanged before.
             bucket: Number of the bucket.
-            buckets: How many there are.
 
         """
-        return bool(self.every and round and round % self.every == 0 and round // self.every % buckets == bucket)
+        is_round = self.every and self.buckets and round and round % self.every == 0
+        return bool(is_round) and round // self.every % self.buckets == bucket
 
     def dense_sum(self, bucket: Tensor) -> tuple[Tensor, Traffic]:
         """Return the sum of a bucket over ranks, which stays as it is, and the bytes sent for it."""

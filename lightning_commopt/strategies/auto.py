@@ -157,10 +157,11 @@ class Auto:
             self.tuner.backward_ended()
 
     def _keeps_residuals(self, choice: Choice) -> bool:
-        """Whether the next method takes over what this one owes: quantisation to quantisation, no node between."""
+        """Whether the next method can take over what this one owes: it owes too, for the same parameters."""
         new, old, path = method_named(choice.method), self._strategy.compression, self._strategy._path
-        flat = path is not None and path.node is None
-        return flat and new.loss_safety == old.loss_safety == "B" and new.exact_below == old.exact_below
+        if path is None or path.node is not None or not new.error_feedback:
+            return False
+        return all(new.travels_exactly(p.shape) == old.travels_exactly(p.shape) for p in path.parameters.values())
 
     def _switch(self, choice: Choice) -> None:
         """Put a choice in force: in the path that is there, or by wrapping the module again."""

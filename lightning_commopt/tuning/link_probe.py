@@ -95,7 +95,7 @@ def _messages(group: dist.ProcessGroup, device: torch.device) -> _Way:
 
     def run(nbytes: int) -> None:
         send = torch.zeros(world, max(1, nbytes // max(1, world - 1)), dtype=torch.uint8, device=device)
-        transport.all_to_all(send, torch.empty_like(send))
+        transport.all_to_all(send, torch.empty_like(send)).wait()
         _wait(device)
 
     return _Way(run, float, 1)

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_commopt import AutoPolicy, CommOptStrategy
 from lightning_commopt.routes import GlooTransport
+from lightning_commopt.routes.transport import Travelling
 from lightning_commopt.strategies import auto
 from lightning_commopt.tuning import Choice, Decision, link_probe, memory_advice
 from tests.pool import WorkerPool
@@ -30,9 +31,10 @@ def plant_slow_messages() -> None:
     """Let our own messages, and the probe's all-reduce, take as long as on a slow link."""
     exchange, all_reduce = GlooTransport._exchange, link_probe._all_reduce
 
-    def slow_exchange(self: GlooTransport, send: list[Tensor], receive: Tensor) -> None:
-        exchange(self, send, receive)
+    def slow_exchange(self: GlooTransport, send: Sequence[Tensor], receive: Tensor) -> Travelling:
+        travelling = exchange(self, send, receive)
         time.sleep(send[0].nbytes * (self.world - 1) / BYTES_PER_SECOND)
+        return travelling
 
     def slow_all_reduce(*args: Any) -> link_probe._Way:
         way = all_reduce(*args)
