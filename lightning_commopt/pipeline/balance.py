@@ -24,7 +24,7 @@ def balance(costs: Sequence[float], parts: int) -> tuple[int, ...]:
         ValueError: There are fewer blocks than parts, or a cost is negative or not finite.
 
     Example:
-        >>> balance([1, 1, 1, 1, 4, 1], 3)
+        >>> balance([1, 1, 1, 1, 4], 3)
         (2, 4)
 
     """

@@ -4,6 +4,7 @@ import pytest
 
 from lightning_commopt.pipeline import Action, Kind, Schedule, StageCost, one_f_one_b, schedule_named
 from lightning_commopt.pipeline.advice import advise
+from lightning_commopt.pipeline.bubble_report import bubble_report
 from lightning_commopt.pipeline.measured import MeasuredStep, stage_costs
 from lightning_commopt.pipeline.runner import Timed
 
@@ -69,3 +70,14 @@ def test_costs_of_stages(name: str) -> None:
 def test_a_stage_without_times_is_refused() -> None:
     with pytest.raises(ValueError, match="No forward of stage `1` was timed"):
         stage_costs([[Timed(Action(Kind.FORWARD, 0, 0), 0.0, 1.0)]], 2)
+
+
+def test_report() -> None:
+    """Stage 1 takes twice as long as stage 0; messages and Python take a tenth of the step."""
+    seconds = {Kind.FORWARD: 0.001, Kind.BACKWARD: 0.002}
+    timelines = tuple(timeline(SCHEDULE, rank, seconds, wait=0.0) for rank in range(2))
+    simulated = 0.001 + 8 * 0.006 + 0.002
+    text = bubble_report("1f1b", SCHEDULE, MeasuredStep(timelines, simulated / 0.9), (2,), [1] * 6)
+    assert "`1f1b` with 8 microbatches: 36.5% of a step of 56.7 ms (by rank: 57.6%, 15.3%)" in text
+    assert "alone it would be 29.4%, with equal stages 11.1%" in text
+    assert "Stage 1 is the heaviest with 6 ms a microbatch (mean 4.5 ms); bubble 29.4%. `cuts=[3]`" in text

@@ -4,6 +4,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from examples.byte_gpt import ByteGPT
 from lightning_commopt.pipeline.deferred_linear import DeferredWeights, linear
 from lightning_commopt.pipeline.tensor_parallel import PLANS, Column, Row, Split, TensorParallel, TensorParallelPlan
-from tests.pool import WorkerPool
+from tests.pool import WorkerFailure, WorkerPool
 
 VOCABULARY = 64
 
@@ -102,6 +103,8 @@ def train(name: str, deferred: bool) -> Outcome:
             assert gradient is not None
             assert expected_gradient is not None
             outcome.note("gradient", parallel.full(key, gradient), expected_gradient)
+        with torch.inference_mode():
+            outcome.note("inference", loss_of(model, tokens), loss_of(reference, tokens))
         for each in (optimizer, reference_optimizer):
             each.step()
             each.zero_grad()
@@ -188,3 +191,42 @@ def test_refused(layers: dict[str, Column | Row], ranks: int, message: str) -> N
 def test_a_wrong_kind_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("`*.q: 'diagonal'` must be `column`, `row`")):
         TensorParallelPlan({"*.q": "diagonal"})  # type: ignore[dict-item]
+
+
+def sums_of_a_step(name: str) -> tuple[int, int]:
+    """The all-reduces of a forward and of its backward."""
+    group = dist.group.WORLD
+    assert group is not None
+    model = MODELS[name]()
+    TensorParallel(PLANS[name], group).shard(model)
+    original, counted = dist.all_reduce, [0]
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counted[0] += 1
+        return original(*args, **kwargs)
+
+    dist.all_reduce = counting
+    loss = loss_of(model, torch.zeros(1, 5, dtype=torch.long))
+    forward = counted[0]
+    loss.backward()
+    return forward, counted[0] - forward
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_sum_each_way_for_attention_and_mlp(name: str, pool: WorkerPool) -> None:
+    assert pool.run(sums_of_a_step, 2, name) == [(2 * 2, 2 * 2)] * 2
+
+
+def shard_twice() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    model = ByteGPT(width=8, depth=1, heads=2)
+    TensorParallel(PLANS["byte_gpt"], group).shard(model)
+    TensorParallel(PLANS["byte_gpt"], group).shard(model)
+
+
+def test_a_replaced_forward_is_refused(pool: WorkerPool) -> None:
+    with pytest.raises(
+        WorkerFailure, match=re.escape("`blocks.0.attention_in.forward` was replaced: divide the model")
+    ):
+        pool.run(shard_twice, 1)

@@ -19,7 +19,7 @@ from lightning_commopt.pipeline import (
     lower,
     one_f_one_b,
 )
-from lightning_commopt.pipeline.messages import incoming
+from lightning_commopt.pipeline.messages import incoming, outgoing
 from tests.pipeline.families import FAMILIES, every_size, schedules
 
 
@@ -81,6 +81,28 @@ def test_every_second_receive_of_1f1b_is_one_action_ahead(stages: int) -> None:
     ahead = Counter(n for full in lower(one_f_one_b(stages, microbatches)) for n in actions_ahead(full, stages))
     assert set(ahead) == {0, 1}
     assert ahead[1] >= (stages - 1) * microbatches
+
+
+def ahead_of_every_action(schedule: Schedule, rank: int) -> tuple[Operation, ...]:
+    """What each action makes is sent at once, and what it needs is received before the action that precedes it."""
+    actions = schedule.actions[rank]
+    operations: list[Operation] = []
+    for place, action in enumerate(actions):
+        for needed in actions[place : place + 2] if place == 0 else actions[place + 1 : place + 2]:
+            if message := incoming(needed, schedule.stages):
+                operations.append(Receive(message, schedule.placement[message.source]))
+        operations.append(action)
+        if message := outgoing(action, schedule.stages):
+            operations.append(Send(message, schedule.placement[message.target]))
+    return tuple(operations)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_all_receives_of_1f1b_ahead_would_deadlock(stages: int) -> None:
+    schedule = one_f_one_b(stages, 8)
+    operations = [ahead_of_every_action(schedule, rank) for rank in range(stages)]
+    with pytest.raises(DeadlockError, match="No rank can go on"):
+        check_rendezvous(schedule.placement, operations)
 
 
 ACTIVATION, GRADIENT = Message(0, 1, 0), Message(1, 0, 0)

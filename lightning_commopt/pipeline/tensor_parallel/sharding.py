@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_commopt.pipeline.deferred_linear import is_conv1d, linear
-from lightning_commopt.pipeline.tensor_parallel.collectives import copy_to_ranks, sum_over_ranks
+from lightning_commopt.pipeline.tensor_parallel.collectives import CopyToRanks, sum_over_ranks
 from lightning_commopt.pipeline.tensor_parallel.plan import Column, Row, TensorParallelPlan, around, can_divide
 from lightning_commopt.pipeline.tensor_parallel.split import Split
 
@@ -28,9 +28,9 @@ class LinearFunction(Protocol):
 class TensorParallel:
     """Divides a model among the ranks of a group, in place (https://arxiv.org/abs/1909.08053).
 
-    Parameters stay the same objects, so that optimizers remain valid; their ``data`` shrinks. A column layer costs an
-    all-reduce of its input's gradient in the backward, a row layer one of its output in the forward. What is not
-    divided is computed on every rank, with equal results.
+    Parameters stay the same objects, so that optimizers remain valid; their ``data`` shrinks. Column
+    layers with a common input cost an all-reduce of its gradient in the backward, a row layer one of its output in the
+    forward. What is not divided is computed on every rank, with equal results.
 
     Dropout between a column and a row layer has the same mask on all ranks if their generators are seeded alike.
 
@@ -45,6 +45,7 @@ class TensorParallel:
         self._plan = plan
         self._group = group
         self._linear = linear
+        self._copied = CopyToRanks(group)
         self._undo: list[Callable[[], None]] = []
         self._parameters: dict[str, nn.Parameter] = {}
         self._shapes: dict[str, torch.Size] = {}
@@ -67,7 +68,13 @@ class TensorParallel:
         Args:
             module: The model, or what a pipeline stage holds of it; :meth:`TensorParallelPlan.check` the whole before.
 
+        Raises:
+            ValueError: A layer of the plan has a ``forward`` of its own, such as that of installed deferred weights.
+
         """
+        for name, layer in module.named_modules():
+            if self._plan.kind(name) is not None and "forward" in vars(layer):
+                raise ValueError(f"`{name}.forward` was replaced: divide the model first, or take it out of the plan.")
         for name, layer in list(module.named_modules()):
             kind = self._plan.kind(name)
             if kind is not None and can_divide(layer):
@@ -135,8 +142,7 @@ class TensorParallel:
         self._parameters[name] = parameter
 
     def _column(self, layer: Any, inputs: Tensor) -> Tensor:
-        copied = copy_to_ranks(inputs, self._group)
-        return self._linear(copied, layer.weight, layer.bias, transposed=is_conv1d(layer))
+        return self._linear(self._copied(inputs), layer.weight, layer.bias, transposed=is_conv1d(layer))
 
     def _row(self, layer: Any, inputs: Tensor) -> Tensor:
         part = self._linear(inputs, layer.weight, None, transposed=is_conv1d(layer))
