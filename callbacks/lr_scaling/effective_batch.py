@@ -53,8 +53,8 @@ def effective_batch(trainer: "pl.Trainer", per_device: int | None = None) -> Eff
     """
     samples = _batch_size(trainer.train_dataloader) if per_device is None else per_device
     strategy = trainer.strategy
-    on_all = strategy.reduce(torch.tensor(samples, device=strategy.root_device), reduce_op="sum")
-    return EffectiveBatch(float(on_all) / trainer.world_size, _data_parallel_ranks(trainer), _accumulated(trainer))
+    on_all, ranks = strategy.reduce(torch.tensor([samples, 1], device=strategy.root_device), reduce_op="sum").tolist()
+    return EffectiveBatch(on_all / ranks, _data_parallel_ranks(trainer), _accumulated(trainer))
 
 
 def _batch_size(loaders: Any) -> int:

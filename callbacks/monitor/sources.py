@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_commopt.callbacks.monitor.advice import Situation
 from lightning_commopt.measure import CommStats, ReducerLog, Timeline
 from lightning_commopt.routes import ControlGroup
-from lightning_commopt.strategies import CommOptStrategy
+from lightning_commopt.strategies import CommOptPipelineStrategy, CommOptStrategy
 
 __all__ = ["CommSource", "is_measurable", "source_for"]
 
@@ -171,6 +171,8 @@ class ReducerSource(CommSource):
 
 def is_measurable(trainer: "pl.Trainer") -> bool:
     """Say whether :func:`source_for` knows the Trainer's strategy."""
+    if isinstance(trainer.strategy, CommOptPipelineStrategy):
+        return False
     return trainer.world_size == 1 or isinstance(trainer.strategy, DDPStrategy)
 
 

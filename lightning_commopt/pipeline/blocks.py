@@ -68,7 +68,8 @@ def _largest_container(root: nn.Module) -> str:
             "The model has no `Sequential` or `ModuleList` of two or more modules to cut between: name its blocks in "
             "the order of their calls with `blocks=[...]`."
         )
-    return max(sizes, key=sizes.__getitem__)
+    largest: str = max(sizes, key=sizes.__getitem__)
+    return largest
 
 
 def _children(name: str, container: nn.Module) -> Iterator[str]:

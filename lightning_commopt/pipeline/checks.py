@@ -43,8 +43,8 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
     """
     if len(optimizers) > 1:
         raise PipelineError(
-            f"`configure_optimizers` returned {len(optimizers)} optimizers: a pipeline takes one, with parameter groups "
-            "for different options."
+            f"`configure_optimizers` returned {len(optimizers)} optimizers: a pipeline takes one, with parameter "
+            "groups for different options."
         )
     for optimizer in optimizers:
         name = type(optimizer).__name__

@@ -87,6 +87,7 @@ class Engine:
         self.plan: Plan | None = None
         self.first_trace: Trace | None = None
         self._position: Position | None = None
+        self._tracing = False
         self._state_owner: dict[str, int] = {}
 
     @property
@@ -101,8 +102,8 @@ class Engine:
 
     @property
     def in_step(self) -> bool:
-        """Whether a step of the user is running."""
-        return self._position is not None and self._position.run is not None
+        """Whether a step of the user is running, or being traced."""
+        return self._tracing or (self._position is not None and self._position.run is not None)
 
     def state_owners(self) -> dict[str, int]:
         """Return the stage whose value of each entry of the state dict counts."""
@@ -258,8 +259,12 @@ class Engine:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        with contextlib.nullcontext() if self.partition is None else self.partition.whole():
-            yield
+        self._tracing = True
+        try:
+            with contextlib.nullcontext() if self.partition is None else self.partition.whole():
+                yield
+        finally:
+            self._tracing = False
 
     def _flags(self) -> list[bool]:
         return [p.requires_grad for p in self.module.parameters()]
@@ -273,6 +278,6 @@ class Engine:
         """
         if self._flags() != self._trainable_flags:
             raise PipelineError(
-                "Parameters were frozen or unfrozen after the first batch, which a pipeline cannot follow: do it before "
-                "`fit`, or train with `strategy='commopt'`."
+                "Parameters were frozen or unfrozen after the first batch, which a pipeline cannot follow: do it "
+                "before `fit`, or train with `strategy='commopt'`."
             )

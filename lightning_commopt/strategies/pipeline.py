@@ -110,6 +110,9 @@ class CommOptPipelineStrategy(CommOptStrategy):
         self._staged_metrics: StagedMetrics | None = None
         self._settled = self._reported = self._accumulates = False
         self._resumed_from: Mapping[str, Any] | None = None
+        self._name_of: dict[int, str] = {}
+        self._evaluated = 0
+        self._signature = self._checkpoint.signature
 
     # ---- processes ------------------------------------------------------------------------------------------------
 
@@ -185,7 +188,8 @@ class CommOptPipelineStrategy(CommOptStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._path = self._steps = self._log = None
-            self._optimizer_names = None
+            self._optimizer_names, self._resumed_from = None, None
+            self._places, self._name_of, self._reported = {}, {}, False
         self._engine, self._settled = None, False
         if self._layer_sync is not None:
             raise PipelineError("`sync_batchnorm=True`: batch norms of a pipeline see microbatches. Leave it out.")
@@ -245,6 +249,9 @@ class CommOptPipelineStrategy(CommOptStrategy):
             )
             engine.cut(method, batch, extra)
             self._engine = engine
+            self._staged_metrics = StagedMetrics(
+                module, engine.last_rank, grid.control, grid.data, lambda: engine.in_step
+            )
             self._align(engine)
         if not self._settled and (method == "training_step" or module.trainer.state.fn != TrainerFn.FITTING):
             self._settle(self._engine, method, batch, extra)
@@ -283,16 +290,12 @@ class CommOptPipelineStrategy(CommOptStrategy):
         self._name_of = {id(p): names[id(p)] for p in partition.owned.values()}
         self._settled = True
         self._report(engine, owners, split_batch(batch, self._microbatches)[0].rows)
-        assert self.lightning_module is not None
-        self._staged_metrics = StagedMetrics(
-            self.lightning_module, engine.last_rank, grid.control, grid.data, lambda: engine.in_step
-        )
         if method != "training_step":
             return
         if self._optimizer_names is not None:
             self._optimizer_names.keep(set(self._name_of))
             _optimizers_to_device(self.optimizers, self.root_device)
-        self._checkpoint.signature += f", blocks {engine.blocks[0]} cut at {partition.plan.cuts}"
+        self._checkpoint.signature = f"{self._signature}, blocks {engine.blocks[0]} cut at {partition.plan.cuts}"
         if grid.replicas > 1:
             self._wrap(engine)
         if self._resumed_from is not None:
@@ -488,8 +491,6 @@ class CommOptPipelineStrategy(CommOptStrategy):
         engine = self._prepare(method, batch, extra)
         self._evaluated += 1
         return self._relayed(engine.evaluate(method, batch, extra, self._evaluated))
-
-    _evaluated = 0
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
