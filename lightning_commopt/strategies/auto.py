@@ -14,7 +14,7 @@ from lightning_commopt.compression import Uncompressed, method_named
 from lightning_commopt.measure import CommStats
 from lightning_commopt.strategies.preflight import check_model, refuse_ddp_options
 from lightning_commopt.strategies.rewrap import wrap_again
-from lightning_commopt.tuning import AutoPolicy, Choice, Observed, Tuner, Ways, memory_advice
+from lightning_commopt.tuning import AutoPolicy, Choice, Decision, Observed, Tuner, Ways, memory_advice
 
 if TYPE_CHECKING:
     from lightning_commopt.strategies.commopt import CommOptStrategy
@@ -239,6 +239,10 @@ class Auto:
         module = self._strategy.lightning_module
         fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
         self._saved = checkpoint.get(KEY) if fitting else None
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """Return what was decided so far, also after a fit."""
+        return () if self.tuner is None else self.tuner.state.decisions
 
     def words(self) -> str:
         """Return what was decided and why, for the line that explains."""

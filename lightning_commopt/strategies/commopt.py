@@ -385,6 +385,12 @@ class CommOptStrategy(FailTogether):
         stats = CommStats(method="none", world_size=self.world_size) if source is None else source.stats()
         return stats if self._auto is None else self._auto.with_retired(stats)
 
+    @property
+    def decisions(self) -> tuple[str, ...]:
+        """What ``compression="auto"`` decided so far, and why, line by line."""
+        decided = () if self._auto is None else self._auto.decisions()
+        return tuple(f"after {decision.step} exchanges: {decision.reason}" for decision in decided)
+
     def gather_comm_stats(self) -> list[CommStats]:
         """Return every rank's :meth:`comm_stats`, waiting told from transfer. A collective: call it on all ranks."""
         if self.world_size == 1:

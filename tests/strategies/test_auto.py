@@ -91,6 +91,8 @@ def run_auto(
     ran = fit(strategy, model(), batches(steps), ckpt_path, **options)
     assert strategy._auto is not None
     assert strategy._auto.tuner is not None
+    reasons = [decision.reason for decision in strategy._auto.tuner.state.decisions]
+    assert [line.split(" exchanges: ", 1)[1] for line in strategy.decisions] == reasons
     return Ran(ran, strategy._auto.tuner.state.decisions)
 
 
