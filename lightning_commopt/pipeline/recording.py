@@ -122,8 +122,10 @@ class StepRecorder:
         if any(value is None for value in values):
             return None, options
         stacked = torch.stack([torch.as_tensor(value).double() for value in values])
-        how = options.get("reduce_fx", "mean")
-        if how in _SUMS or (self._summed and calls.is_loss):
+        how = options.get("reduce_fx", "mean")  # over batches; within one, it is the best guess
+        if calls.is_loss:
+            how = "sum" if self._summed else "mean"
+        if how in _SUMS:
             merged = stacked.sum(0)
         elif how in _MAXIMA:
             merged = stacked.amax(0)

@@ -24,20 +24,20 @@ from lightning_commopt.failure.checks import check_output
 from lightning_commopt.failure.phase import Phase
 from lightning_commopt.measure import CommStats
 from lightning_commopt.pipeline.agreement import BatchAgreement, DifferentBatches
+from lightning_commopt.pipeline.announce import MICROBATCHES_PER_STAGE, announce
 from lightning_commopt.pipeline.blocks import find_blocks
 from lightning_commopt.pipeline.checks import check_module, check_optimizers, once
 from lightning_commopt.pipeline.engine import Engine, EngineOptions
 from lightning_commopt.pipeline.errors import PipelineError
 from lightning_commopt.pipeline.groups import PipelineGroups, SharedGroups
 from lightning_commopt.pipeline.metrics import StagedMetrics
-from lightning_commopt.pipeline.microbatches import split_batch
 from lightning_commopt.pipeline.named import ScheduleName, schedule_named
 from lightning_commopt.pipeline.precision import StagedPrecision
 from lightning_commopt.pipeline.recording import StepRecorder, log_again
 from lightning_commopt.pipeline.replay import replay
-from lightning_commopt.pipeline.report import partition_table, predicted_bubble, stage_reports
 from lightning_commopt.pipeline.residuals import MergedPath, StagePath
-from lightning_commopt.pipeline.state import OptimizerNames, broadcast_tensor, stream
+from lightning_commopt.pipeline.state import OptimizerNames, stream
+from lightning_commopt.pipeline.weights import align, collect
 from lightning_commopt.routes import GradientPath, PinnedDDP, Topology
 from lightning_commopt.strategies.commopt import CommOptStrategy
 from lightning_commopt.strategies.groups import Groups
@@ -48,7 +48,6 @@ from lightning_commopt.strategies.sigterm import Sigterm
 __all__ = ["CommOptPipelineStrategy"]
 
 _STEP = "_commopt_pipeline_step"
-_MICROBATCHES_PER_STAGE = 4
 
 
 class CommOptPipelineStrategy(CommOptStrategy):
@@ -252,32 +251,14 @@ class CommOptPipelineStrategy(CommOptStrategy):
             self._staged_metrics = StagedMetrics(
                 module, engine.last_rank, grid.control, grid.data, lambda: engine.in_step
             )
-            self._align(engine)
+            align(engine, grid)
         if not self._settled and (method == "training_step" or module.trainer.state.fn != TrainerFn.FITTING):
             self._settle(self._engine, method, batch, extra)
         return self._engine
 
     @property
     def _microbatches(self) -> int:
-        return self.microbatches or _MICROBATCHES_PER_STAGE * self.ranks_per_pipeline
-
-    def _align(self, engine: Engine) -> None:
-        """Start from the same values: those of rank 0 outside of blocks, those of the first replica in them."""
-        assert engine.partition is not None
-        grid, plan = self._groups_of_pipeline, engine.partition.plan
-        assert self.lightning_module is not None
-        blocks = [self.lightning_module.get_submodule(name) for name in plan.blocks]
-        inside = {id(t) for block in blocks for t in (*block.parameters(), *block.buffers())}
-        foreign = {id(p) for p in engine.partition.parameters.values() if not p.numel()}
-        tensors = {id(t): t for t in (*self.lightning_module.parameters(), *self.lightning_module.buffers())}
-        with torch.no_grad():
-            for identity, tensor in tensors.items():
-                if identity in foreign or not tensor.numel():
-                    continue
-                if identity not in inside:
-                    dist.broadcast(tensor.data, 0)
-                elif grid.replicas > 1:
-                    dist.broadcast(tensor.data, group=grid.data, group_src=0)
+        return self.microbatches or MICROBATCHES_PER_STAGE * self.ranks_per_pipeline
 
     def _settle(self, engine: Engine, method: str, batch: Any, extra: Sequence[Any]) -> None:
         grid = self._groups_of_pipeline
@@ -289,7 +270,9 @@ class CommOptPipelineStrategy(CommOptStrategy):
         names = {id(p): name for name, p in reversed(list(partition.parameters.items()))}
         self._name_of = {id(p): names[id(p)] for p in partition.owned.values()}
         self._settled = True
-        self._report(engine, owners, split_batch(batch, self._microbatches)[0].rows)
+        if not self._reported:
+            self._reported = True
+            announce(engine, owners)
         if method != "training_step":
             return
         if self._optimizer_names is not None:
@@ -333,44 +316,6 @@ class CommOptPipelineStrategy(CommOptStrategy):
         """Whether this rank counts a parameter in the norm of the whole model."""
         name = self._name_of.get(id(parameter))
         return name is not None and self._shared.counts_here(name, self._groups_of_pipeline.place)
-
-    def _report(self, engine: Engine, owners: Mapping[str, tuple[int, ...]], rows: int) -> None:
-        """Print the stages, and warn of few microbatches."""
-        partition, trace = engine.partition, engine.first_trace
-        assert partition is not None
-        assert trace is not None
-        if self._reported:
-            return
-        self._reported = True
-        ranks = self.ranks_per_pipeline
-        schedule = engine.options.schedule_of(ranks, self._microbatches)
-        identities = {name: id(p) for name, p in partition.parameters.items()}
-        reports = stage_reports(partition.plan, trace, schedule.placement, owners, partition.shapes, identities)
-        rank_zero_info(partition_table(reports, schedule, f"`{self.schedule}`"))
-        flops = [float(r.flops) for r in reports]
-        if self._microbatches < (good := _MICROBATCHES_PER_STAGE * ranks):
-            counts = sorted({self._microbatches, 2 * ranks, good, 2 * good})
-            choices = ", ".join(
-                f"{m}: {predicted_bubble(engine.options.schedule_of(ranks, m), flops):.0%}" for m in counts
-            )
-            rank_zero_warn(
-                f"`microbatches={self._microbatches}` is less than {_MICROBATCHES_PER_STAGE} a stage, and stages will "
-                f"wait. Predicted bubble by microbatches: {choices}."
-            )
-        whole = sum({identities[name]: shape.nbytes for name, shape in partition.shapes.items()}.values())
-        held = self._microbatches * sum(r.activation_bytes for r in reports)
-        self._say_if_small(4 * whole + held)
-
-    def _say_if_small(self, needed: int) -> None:
-        """Say when one device would do: weights, gradients and two moments of each, and all activations."""
-        if self.root_device.type != "cuda":
-            return
-        total = torch.cuda.get_device_properties(self.root_device).total_memory
-        if needed < 0.8 * total:
-            rank_zero_info(
-                f"commopt: the whole model would take about {needed / 1e9:.1f} GB of the {total / 1e9:.1f} GB of one "
-                "device: data parallel (`strategy='commopt'`) is faster, since no stage waits for another."
-            )
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -622,37 +567,10 @@ class CommOptPipelineStrategy(CommOptStrategy):
         if engine is not None and engine.partition is not None:
             vars(module).pop(_STEP, None)
             self.model = module
-            self._collect(engine)
+            failed = self.watch is not None and (self.watch.failing or self.watch.verdict is not None)
+            collect(engine, self._groups_of_pipeline, alone=failed)
         self._engine = None
         super().teardown()
-
-    def _collect(self, engine: Engine) -> None:
-        partition, grid, module = engine.partition, self._groups_of_pipeline, self.lightning_module
-        assert partition is not None
-        assert module is not None
-        failed = self.watch is not None and (self.watch.failing or self.watch.verdict is not None)
-        owners = engine.state_owners()
-        state = module.state_dict()
-
-        def value_of(name: str, parameter: nn.Parameter) -> Tensor:
-            shape = partition.shapes[name]
-            if failed:
-                lost = torch.full((), float("nan"), dtype=shape.dtype).expand(shape.shape)
-                return lost if not parameter.numel() else parameter.data
-            owner = engine.placement[partition.plan_stage(name)]
-            mine = parameter.data if owner == grid.place else None
-            return broadcast_tensor(mine, shape.shape, shape.dtype, owner, grid.control)
-
-        engine.restore(value_of)
-        if failed:
-            return
-        buffers = dict(module.named_buffers())
-        for key in partition.state_keys:
-            if key in buffers:
-                owner = engine.placement[owners[key]]
-                mine = state[key] if owner == grid.place else None
-                value = broadcast_tensor(mine, buffers[key].shape, buffers[key].dtype, owner, grid.control)
-                buffers[key].data = value
 
 
 def _check_options(strategy: CommOptPipelineStrategy) -> None:
