@@ -62,6 +62,11 @@ class Watch:
             self._node.beats.send()  # other nodes allow much more time to set-up
 
     @property
+    def knows_of_a_failure(self) -> bool:
+        """Whether this rank has failed, or knows of another one that has."""
+        return self._node.failing or self._node.verdict is not None
+
+    @property
     def failing(self) -> bool:
         """Whether this rank is on its way out, so that no collective may be begun any more."""
         return self._node.failing

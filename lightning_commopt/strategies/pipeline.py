@@ -567,7 +567,7 @@ class CommOptPipelineStrategy(CommOptStrategy):
         if engine is not None and engine.partition is not None:
             vars(module).pop(_STEP, None)
             self.model = module
-            failed = self.watch is not None and (self.watch.failing or self.watch.verdict is not None)
+            failed = self.watch is not None and self.watch.knows_of_a_failure
             collect(engine, self._groups_of_pipeline, alone=failed)
         self._engine = None
         super().teardown()
