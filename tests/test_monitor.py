@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -23,7 +22,7 @@ from lightning_commopt.callbacks.monitor.end_table import plain_table
 from lightning_commopt.callbacks.monitor.replicas import bits_hash
 from lightning_commopt.callbacks.monitor.step_clock import StepClock
 from lightning_commopt.routes import ControlGroup
-from lightning_commopt.routes.transport import GlooTransport
+from lightning_commopt.routes.transport import Travelling
 from tests.pool import WorkerFailure, WorkerPool, trainer
 
 KEYS = {
@@ -200,15 +199,14 @@ def test_time_for_a_slow_rank_is_waiting(pool: WorkerPool, strategy: str, slow_r
 
 
 def summary_on_a_slow_link() -> CommSummary | None:
-    """Train where every exchange of messages takes 50 ms longer, on all ranks alike."""
-    exchange = GlooTransport._exchange
+    """Train where messages take 50 ms longer, on all ranks alike."""
+    wait = Travelling.wait
 
-    def slow(self: GlooTransport, *args: Any) -> None:
-        dist.barrier(self.group)
+    def slow(self: Travelling) -> None:
+        wait(self)
         time.sleep(0.05)
-        exchange(self, *args)
 
-    GlooTransport._exchange = slow  # type: ignore[method-assign]
+    Travelling.wait = slow  # type: ignore[method-assign]
     return fit("commopt_int8")[1].summary
 
 
