@@ -1,6 +1,7 @@
 """``compression="auto"`` under Lightning: drives the tuner, and wraps the module again when it changes its mind."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,7 @@ class Auto:
         self._saved: Mapping[str, Any] | None = None
         self._pending: Choice | None = None  # waits for a dense exchange that clears residuals
         self._retired: CommStats | None = None
+        self._dense_buckets = 0
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
@@ -82,6 +84,7 @@ class Auto:
         groups, world = strategy._process_groups(), dist.group.WORLD
         assert world is not None
         hierarchical = groups.topology.hierarchical
+        self._equip_path()
         fixed = self._own_arguments.get("bucket_cap_mb", 25.0 if _is_compiled(module) else None)
         self.tuner = Tuner(
             _without_summable(self.policy) if hierarchical else self.policy,
@@ -159,6 +162,8 @@ class Auto:
     def _keeps_residuals(self, choice: Choice) -> bool:
         """Whether the next method can take over what this one owes: it owes too, for the same parameters."""
         new, old, path = method_named(choice.method), self._strategy.compression, self._strategy._path
+        if new == old:
+            return True
         if path is None or path.node is not None or not new.error_feedback:
             return False
         return all(new.travels_exactly(p.shape) == old.travels_exactly(p.shape) for p in path.parameters.values())
@@ -169,7 +174,8 @@ class Auto:
         method = method_named(choice.method)
         if path is not None and not isinstance(method, Uncompressed):
             self._put_in_force(choice)
-            path.switch(method)
+            if method != path.method:
+                path.switch(method)
         else:
             if path is not None:
                 self._retire(path.stats())
@@ -186,17 +192,25 @@ class Auto:
             assert isinstance(strategy.model, DistributedDataParallel)
             assert strategy.lightning_module is not None
             wrap_again(strategy, strategy.lightning_module)
+        self._equip_path()
         if strategy._path is not None:
             strategy._path.error_due = True
-            strategy._path.mean_check.every = self.policy.cosine_every
             strategy._path.termination.asked = strategy._sigterm is not None and strategy._sigterm.asked
         elif strategy._log is not None and strategy.root_device.type == "cpu":
             strategy._log.sample_often()
+
+    def _equip_path(self) -> None:
+        """Tell the gradient path what goes beyond a method."""
+        path = self._strategy._path
+        if path is not None:
+            path.dense_buckets = self._dense_buckets
+            path.mean_check.every = self.policy.cosine_every
 
     def _put_in_force(self, choice: Choice) -> None:
         """Set the strategy's options to what a choice means."""
         strategy, method = self._strategy, method_named(choice.method)
         strategy.compression = method
+        self._dense_buckets = choice.dense_buckets
         strategy.start_step = 0
         strategy.nonfinite = "error" if method.error_feedback else self._own_nonfinite
         size = (
@@ -226,11 +240,11 @@ class Auto:
         if self.tuner is not None and "optimizer_states" in checkpoint:
             in_force = self.tuner.state.decisions[-1].choice if self.tuner.state.decisions else Choice()
             if self._pending is not None:
-                in_force = Choice(self._strategy.compression.name, in_force.bucket_mb)
+                in_force = Choice(self._strategy.compression.name, in_force.bucket_mb, self._dense_buckets)
             checkpoint[KEY] = {
                 "version": 1,
                 "world": self._strategy.world_size,
-                "in_force": {"method": in_force.method, "bucket_mb": in_force.bucket_mb},
+                "in_force": asdict(in_force),
                 "tuner": self.tuner.state_dict(),
             }
 

@@ -12,9 +12,11 @@ from lightning_commopt.tuning.cost_model import (
     predict,
 )
 from lightning_commopt.tuning.decision import Choice, Decision
+from lightning_commopt.tuning.evidence import Evidence
 from lightning_commopt.tuning.link_probe import probe_link
 from lightning_commopt.tuning.memory import expected_bytes, memory_advice
-from lightning_commopt.tuning.policy import AutoPolicy, AutoState, Evidence
+from lightning_commopt.tuning.policy import AutoPolicy
+from lightning_commopt.tuning.state import AutoState
 from lightning_commopt.tuning.tuner import Observed, Tuner, Ways
 
 __all__ = [

@@ -131,6 +131,8 @@ class Plan:
         exact_fraction: Part of the elements that travels exactly.
         bytes_per_element: Encoded, exact elements included, where that is known better than from the method alone:
             low rank depends on shapes.
+        dense_buckets: So many of the first buckets travel densely on the same path.
+        dense_codec: What handling these costs here.
 
     """
 
@@ -139,6 +141,8 @@ class Plan:
     codec: CodecCost = CodecCost()
     exact_fraction: float = 0.0
     bytes_per_element: float | None = None
+    dense_buckets: int = 0
+    dense_codec: CodecCost = CodecCost()
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,9 @@ def predict(profile: ComputeProfile, link: Link, plan: Plan) -> Prediction:
 
     """
     total, there, end = sum(plan.bucket_numels), 0, 0.0
-    costs = [_bucket_cost(numel, link, plan) for numel in plan.bucket_numels]
+    dense, compressed = plan.bucket_numels[: plan.dense_buckets], plan.bucket_numels[plan.dense_buckets :]
+    costs = [_dense_cost(numel, link, plan.dense_codec) for numel in dense]
+    costs += [_bucket_cost(numel, link, plan) for numel in compressed]
     for numel, cost in zip(plan.bucket_numels, costs, strict=True):
         there += numel
         end = max(end, profile.ready_ms(there, total)) + cost.codec_ms + cost.wire_ms
@@ -240,10 +246,23 @@ def _bucket_cost(numel: int, link: Link, plan: Plan) -> _BucketCost:
     else:
         travels.append((link.route, 2 * (peers - 1) / peers * one_way, 2))
         encoded, decoded = 1 + 1 / peers, 2.0
-    if link.inside is not None and link.ranks_per_node > 1:
-        size = link.ranks_per_node
-        travels.append((link.inside, 2 * (size - 1) / size * 4 * numel, 2))
+    travels += _inside(link, numel)
     return _cost(travels, _codec_ms(plan.codec, numel, encoded * shard, decoded * shard))
+
+
+def _dense_cost(numel: int, link: Link, codec: CodecCost) -> _BucketCost:
+    """Return what a bucket costs that travels densely beside compressed ones: an all-reduce on their way."""
+    peers, shard = link.world // link.ranks_per_node, ceil(numel / link.ranks_per_node)
+    channel = link.reducer if link.ranks_per_node == 1 else link.route
+    travels = [(channel, 2 * (peers - 1) / peers * 4 * shard, 2 * (peers - 1)), *_inside(link, numel)]
+    return _cost(travels, _codec_ms(codec, numel, shard, shard))
+
+
+def _inside(link: Link, numel: int) -> list[tuple[Channel, float, int]]:
+    """Return what travels inside a node for a bucket."""
+    if link.inside is None or link.ranks_per_node == 1:
+        return []
+    return [(link.inside, 2 * (link.ranks_per_node - 1) / link.ranks_per_node * 4 * numel, 2)]
 
 
 def _encoded_bytes(plan: Plan, numel: int) -> float:

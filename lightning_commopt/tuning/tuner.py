@@ -15,8 +15,10 @@ from lightning_commopt.routes import ControlGroup
 from lightning_commopt.tuning.codec_probe import probe_codec, probe_contention
 from lightning_commopt.tuning.cost_model import CodecCost, ComputeProfile, Link
 from lightning_commopt.tuning.decision import Choice, Decision
+from lightning_commopt.tuning.evidence import Evidence
 from lightning_commopt.tuning.link_probe import probe_link
-from lightning_commopt.tuning.policy import AutoPolicy, AutoState, Evidence
+from lightning_commopt.tuning.policy import AutoPolicy
+from lightning_commopt.tuning.state import AutoState
 from lightning_commopt.tuning.step_profile import StepProfile, StepTimes, merged_profile
 
 __all__ = ["Observed", "Tuner", "Ways"]
@@ -322,7 +324,7 @@ class Tuner:
     def _probe_codecs(self) -> None:
         """Measure codecs and contention. A collective."""
         contention = probe_contention(self._device)
-        mine = {word: probe_codec(method_named(word), self._device) for word in self.policy.methods}
+        mine = {word: probe_codec(method_named(word), self._device) for word in ("none", *self.policy.methods)}
         everyone = self._control.all_gather((contention, mine))
         self._contention = max(contention for contention, _ in everyone)
         self._codecs = {word: _costliest([codecs[word] for _, codecs in everyone]) for word in mine}

@@ -18,7 +18,7 @@ from lightning_commopt import AutoPolicy, CommOptStrategy
 from lightning_commopt.routes import GlooTransport
 from lightning_commopt.routes.transport import Travelling
 from lightning_commopt.strategies import auto
-from lightning_commopt.tuning import Choice, Decision, link_probe, memory_advice
+from lightning_commopt.tuning import Choice, Decision, choosing, link_probe, memory_advice
 from tests.pool import WorkerPool
 from tests.strategies.toy import SMALL_BUCKETS, Batch, Fit, Regression, batches, fit
 
@@ -61,6 +61,11 @@ def plant_slow_reducer() -> None:
         ended(self)
 
     auto.Auto.backward_ended = slow_backward_ended  # type: ignore[method-assign]
+
+
+def plant_dense_bucket() -> None:
+    """Let the first bucket count as hidden."""
+    choosing.dense_buckets = lambda evidence, choice, before=0: 1
 
 
 @dataclass
@@ -153,6 +158,16 @@ def test_a_slow_link_gets_a_method(pool: WorkerPool, world: int) -> None:
     assert "commopt auto" not in pool.output[1]
 
 
+def test_hidden_buckets_stay_dense(pool: WorkerPool) -> None:
+    ranks = pool.run(run_auto, 2, LENIENT, (plant_slow_messages, plant_slow_reducer, plant_dense_bucket))
+    assert_alike(ranks)
+    assert ranks[0].decisions[-1].choice.dense_buckets == 1
+    stats = ranks[0].fit.stats
+    assert stats is not None
+    assert stats.promised.total == stats.sent_bytes
+    assert "the first 1 of 3 buckets stay dense" in ranks[0].fit.explain
+
+
 def test_a_choice_that_lost_is_taken_back(pool: WorkerPool) -> None:
     ranks = pool.run(run_auto, 2, LENIENT, (plant_slow_messages,))
     assert_alike(ranks)
@@ -197,34 +212,46 @@ class SaveFirst(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def run_and_save(path: Path, policy: AutoPolicy) -> Ran:
-    return run_auto(
-        policy, (plant_slow_messages, plant_slow_reducer), steps=9, max_epochs=2, callbacks=[SaveFirst(path)]
-    )
+PLANTS = (plant_slow_messages, plant_slow_reducer)
 
 
-def resume_with_log(path: Path, policy: AutoPolicy, log: tuple[Decision, ...]) -> Ran:
+def run_and_save(path: Path, policy: AutoPolicy, plants: Sequence[Callable[[], None]]) -> Ran:
+    return run_auto(policy, plants, steps=9, max_epochs=2, callbacks=[SaveFirst(path)])
+
+
+def resume_with_log(
+    path: Path, policy: AutoPolicy, plants: Sequence[Callable[[], None]], log: tuple[Decision, ...]
+) -> Ran:
     """Go on, with the decisions that the run that never stopped took."""
     checkpoint = torch.load(path, weights_only=True)
     checkpoint[auto.KEY]["tuner"]["decisions"] = [decision.to_dict() for decision in log]
     mine = path.with_suffix(f".{dist.get_rank()}")
     torch.save(checkpoint, mine)
-    plants = (plant_slow_messages, plant_slow_reducer)
     return run_auto(policy, plants, ckpt_path=mine, steps=9, max_epochs=2)
 
 
-@pytest.mark.parametrize("budget", [0.9, 1e-4], ids=["decided before", "steps back after"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_resume_is_exact_given_the_log(pool: WorkerPool, tmp_path: Path, world: int, budget: float) -> None:
+@pytest.mark.parametrize(
+    ("world", "budget", "plants"),
+    [
+        pytest.param(2, 0.9, PLANTS, id="2-decided before"),
+        pytest.param(3, 0.9, (*PLANTS, plant_dense_bucket), id="3-decided before, one bucket dense"),
+        pytest.param(2, 1e-4, PLANTS, id="2-steps back after"),
+        pytest.param(3, 1e-4, PLANTS, id="3-steps back after"),
+    ],
+)
+def test_resume_is_exact_given_the_log(
+    pool: WorkerPool, tmp_path: Path, world: int, budget: float, plants: Sequence[Callable[[], None]]
+) -> None:
     policy = AutoPolicy(error_budget=budget)
-    whole = pool.run(run_and_save, world, tmp_path / "first.ckpt", policy)
+    whole = pool.run(run_and_save, world, tmp_path / "first.ckpt", policy, plants)
     assert_alike(whole)
     late = [decision for decision in whole[0].decisions if decision.step > 9]
     assert bool(late) == (budget < 0.9)
-    resumed = pool.run(resume_with_log, world, tmp_path / "first.ckpt", policy, whole[0].decisions)
+    resumed = pool.run(resume_with_log, world, tmp_path / "first.ckpt", policy, plants, whole[0].decisions)
     for one, other in zip(whole, resumed, strict=True):
         assert other.decisions == one.decisions
         assert torch.equal(other.fit.parameters, one.fit.parameters)
+    assert any(decision.choice.dense_buckets for decision in whole[0].decisions) == (plant_dense_bucket in plants)
 
 
 # ---- options and memory ---------------------------------------------------------------------------------------------
@@ -261,5 +288,5 @@ def test_tight_memory_is_told() -> None:
 
 
 def test_choices_are_plain_values() -> None:
-    decision = Decision(4, Choice("int8", 1.0), "why", 1.0, 2.0, (("none", None, 2.0), ("int8", 1.0, 1.0)))
+    decision = Decision(4, Choice("int8", 1.0, 2), "why", 1.0, 2.0, (("none", None, 2.0), ("int8", 1.0, 1.0)))
     assert Decision.from_dict(decision.to_dict()) == decision
