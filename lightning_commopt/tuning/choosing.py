@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from lightning_commopt.compression import METHODS
-from lightning_commopt.tuning.cost_model import Link, Prediction
+from lightning_commopt.tuning.cost_model import Prediction
 from lightning_commopt.tuning.decision import Choice
 from lightning_commopt.tuning.evidence import Evidence
+from lightning_commopt.tuning.links import Link
 from lightning_commopt.tuning.policy import AutoPolicy
 
 __all__ = ["InForce", "Options", "choose", "considered", "dense_buckets", "rate_in_words", "why_chosen"]

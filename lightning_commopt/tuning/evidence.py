@@ -4,16 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_commopt.compression import method_named
-from lightning_commopt.tuning.cost_model import (
-    CodecCost,
-    ComputeProfile,
-    Link,
-    Plan,
-    Prediction,
-    bucket_numels,
-    predict,
-)
+from lightning_commopt.tuning.cost_model import ComputeProfile, Prediction, predict
 from lightning_commopt.tuning.decision import Choice
+from lightning_commopt.tuning.links import Link
+from lightning_commopt.tuning.plan import CodecCost, Plan, bucket_numels
 
 __all__ = ["Evidence"]
 
@@ -31,6 +25,7 @@ class Evidence:
         codecs: Cost of each method; of ``"none"`` that of a bucket that travels densely beside compressed ones.
         exact_fraction: Part of the elements that travels exactly.
         too_large: Methods whose state does not fit into memory.
+        overlapped: Whether buckets are worked on while messages of others travel.
 
     """
 
@@ -42,6 +37,7 @@ class Evidence:
     codecs: Mapping[str, CodecCost] = field(default_factory=dict)
     exact_fraction: float = 0.0
     too_large: frozenset[str] = frozenset()
+    overlapped: bool = False
 
     @property
     def dense(self) -> Prediction:
@@ -61,5 +57,6 @@ class Evidence:
             0.0 if choice.method == "none" else self.exact_fraction,
             dense_buckets=choice.dense_buckets,
             dense_codec=self.codecs.get("none", CodecCost()),
+            overlapped=self.overlapped,
         )
         return predict(self.profile, self.link, plan)

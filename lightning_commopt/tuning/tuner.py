@@ -13,10 +13,12 @@ from lightning_commopt.compression import method_named
 from lightning_commopt.measure import CommStats, clock_for
 from lightning_commopt.routes import ControlGroup
 from lightning_commopt.tuning.codec_probe import probe_codec, probe_contention
-from lightning_commopt.tuning.cost_model import CodecCost, ComputeProfile, Link
+from lightning_commopt.tuning.cost_model import ComputeProfile
 from lightning_commopt.tuning.decision import Choice, Decision
 from lightning_commopt.tuning.evidence import Evidence
 from lightning_commopt.tuning.link_probe import probe_link
+from lightning_commopt.tuning.links import Link
+from lightning_commopt.tuning.plan import CodecCost
 from lightning_commopt.tuning.policy import AutoPolicy
 from lightning_commopt.tuning.state import AutoState
 from lightning_commopt.tuning.step_profile import StepProfile, StepTimes, merged_profile
@@ -346,6 +348,7 @@ class Tuner:
             codecs=self._codecs,
             exact_fraction=exact / max(1, sum(numels)),
             too_large=self._too_large(sum(numels) - exact),
+            overlapped=self._device.type == "cpu",
         )
 
     def _too_large(self, compressed: int) -> frozenset[str]:
