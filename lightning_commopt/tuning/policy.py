@@ -16,7 +16,7 @@ class AutoPolicy:
 
     It measures a few dense steps, the links and the codecs, predicts every method's step, and takes the mildest method
     that hides the communication: none, bf16, int8, int4. It checks the gain and the error of what it took, and looks
-    again when the bandwidth moves.
+    again when the bandwidth moves and at intervals.
 
     Args:
         allow: Methods of loss-safety class C that it may take too: some of ``"onebit"``, ``"topk"``, ``"powersgd"``.
@@ -27,6 +27,8 @@ class AutoPolicy:
         min_gain: Part of a dense step that a method must save.
         measure_steps: Steps to measure before the choice, after a first one.
         check_every: Exchanges between two checks of error, gain and bandwidth.
+        redecide_every: Exchanges after which it measures again and looks whether another choice is better, at the check
+            that follows; that takes about as long as in the beginning. 0: only when the bandwidth moves.
         cosine_every: Exchanges between two comparisons of the compressed mean of one bucket with its dense mean; 0:
             never.
 
@@ -38,6 +40,7 @@ class AutoPolicy:
     min_gain: float = 0.1
     measure_steps: int = 3
     check_every: int = 50
+    redecide_every: int = 5000
     cosine_every: int = 200
 
     def __post_init__(self) -> None:
@@ -52,7 +55,7 @@ class AutoPolicy:
             value = getattr(self, option)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low < value < high:
                 raise ValueError(f"`{option}={value!r}` must be between {low} and {high}.")
-        for option, least in (("measure_steps", 1), ("check_every", 5), ("cosine_every", 0)):
+        for option, least in (("measure_steps", 1), ("check_every", 5), ("redecide_every", 0), ("cosine_every", 0)):
             value = getattr(self, option)
             if type(value) is not int or value < least:
                 raise ValueError(f"`{option}={value!r}` must be an int >= {least}.")

@@ -19,6 +19,7 @@ from lightning_commopt.routes import GlooTransport
 from lightning_commopt.routes.transport import Travelling
 from lightning_commopt.strategies import auto
 from lightning_commopt.tuning import Choice, Decision, choosing, link_probe, memory_advice
+from lightning_commopt.tuning.bandwidth import BandwidthWatch
 from tests.pool import WorkerPool
 from tests.strategies.toy import SMALL_BUCKETS, Batch, Fit, Regression, batches, fit
 
@@ -66,6 +67,23 @@ def plant_slow_reducer() -> None:
 def plant_dense_bucket() -> None:
     """Let the first bucket count as hidden."""
     choosing.dense_buckets = lambda evidence, choice, before=0: 1
+
+
+def plant_unseen_bandwidth() -> None:
+    """Let no change of the bandwidth be noticed."""
+    BandwidthWatch.moved = lambda self, stats: False  # type: ignore[method-assign]
+
+
+class FastLater(pl.Callback):
+    """Lets what was planted take no more time from some batch on."""
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        global BYTES_PER_SECOND
+        if batch_idx == 22:
+            BYTES_PER_SECOND = 1e15
 
 
 @dataclass
@@ -185,6 +203,16 @@ def test_an_error_beyond_the_budget_steps_back(pool: WorkerPool) -> None:
     assert_alike(ranks)
     assert ranks[0].methods[-1] == "bf16"
     assert "beyond the budget of 0.00: back to bf16" in ranks[0].decisions[-1].reason
+
+
+def test_it_looks_again_at_intervals(pool: WorkerPool) -> None:
+    policy = AutoPolicy(error_budget=0.9, check_every=5, redecide_every=15)
+    plants = (plant_slow_messages, plant_slow_reducer, plant_unseen_bandwidth)
+    ranks = pool.run(run_auto, 2, policy, plants, steps=48, callbacks=[FastLater()])
+    assert_alike(ranks)
+    assert ranks[0].methods[-1] == "none"
+    assert "looked again after" in ranks[0].decisions[-1].reason
+    assert all(ran.fit.stats is not None and ran.fit.stats.rounds == 48 for ran in ranks)
 
 
 def test_means_are_compared_now_and_then(pool: WorkerPool) -> None:

@@ -223,6 +223,7 @@ def test_a_slow_rank_is_no_slow_link() -> None:
         ({"min_gain": "much"}, "`min_gain='much'` must be between"),
         ({"measure_steps": 0}, "`measure_steps=0` must be an int >= 1"),
         ({"check_every": 4}, "`check_every=4` must be an int >= 5"),
+        ({"redecide_every": -1}, "`redecide_every=-1` must be an int >= 0"),
         ({"cosine_every": 0.5}, "`cosine_every=0.5` must be an int >= 0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
