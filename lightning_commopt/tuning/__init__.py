@@ -7,7 +7,7 @@ from lightning_commopt.tuning.evidence import Evidence
 from lightning_commopt.tuning.link_probe import probe_link
 from lightning_commopt.tuning.links import Channel, Link
 from lightning_commopt.tuning.measurements import Ways
-from lightning_commopt.tuning.memory import expected_bytes, memory_advice
+from lightning_commopt.tuning.memory import expected_bytes, largest_state_bytes, memory_advice
 from lightning_commopt.tuning.plan import CodecCost, Plan, bucket_numels
 from lightning_commopt.tuning.policy import AutoPolicy
 from lightning_commopt.tuning.state import AutoState
@@ -30,6 +30,7 @@ __all__ = [
     "Ways",
     "bucket_numels",
     "expected_bytes",
+    "largest_state_bytes",
     "memory_advice",
     "predict",
     "probe_codec",

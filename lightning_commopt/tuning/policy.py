@@ -1,7 +1,7 @@
 """What the user wants of ``compression="auto"``."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_commopt.compression import METHODS
 
@@ -65,6 +65,10 @@ class AutoPolicy:
         """Words of the methods that may be taken, mildest first, ``"none"`` left out."""
         safe = _SAFE[: _SAFE.index(self.harshest) + 1] if self.harshest != "none" else ()
         return (*safe, *(word for word in METHODS if word in self.allow))
+
+    def without_summable(self) -> "AutoPolicy":
+        """Leave out methods whose payloads are added on the wire: a hierarchy would cut through them."""
+        return replace(self, allow=tuple(word for word in self.allow if not METHODS[word].summable))
 
     def within_budget(self, method: str, error: float) -> bool:
         """Whether an error is one that the user accepted."""

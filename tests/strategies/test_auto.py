@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning_commopt import AutoPolicy, CommOptStrategy
 from lightning_commopt.routes import GlooTransport
 from lightning_commopt.routes.transport import Travelling
 from lightning_commopt.strategies import auto
-from lightning_commopt.tuning import Choice, Decision, choosing, link_probe, memory_advice
+from lightning_commopt.tuning import Choice, Decision, choosing, largest_state_bytes, link_probe, memory, memory_advice
 from lightning_commopt.tuning.bandwidth import BandwidthWatch
 from tests.pool import WorkerPool
 from tests.strategies.toy import SMALL_BUCKETS, Batch, Fit, Regression, batches, fit
@@ -82,7 +83,7 @@ class FastLater(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         global BYTES_PER_SECOND
-        if batch_idx == 22:
+        if batch_idx == 18:
             BYTES_PER_SECOND = 1e15
 
 
@@ -208,11 +209,11 @@ def test_an_error_beyond_the_budget_steps_back(pool: WorkerPool) -> None:
 def test_it_looks_again_at_intervals(pool: WorkerPool) -> None:
     policy = AutoPolicy(error_budget=0.9, check_every=5, redecide_every=15)
     plants = (plant_slow_messages, plant_slow_reducer, plant_unseen_bandwidth)
-    ranks = pool.run(run_auto, 2, policy, plants, steps=48, callbacks=[FastLater()])
+    ranks = pool.run(run_auto, 2, policy, plants, steps=40, callbacks=[FastLater()])
     assert_alike(ranks)
     assert ranks[0].methods[-1] == "none"
     assert "looked again after" in ranks[0].decisions[-1].reason
-    assert all(ran.fit.stats is not None and ran.fit.stats.rounds == 48 for ran in ranks)
+    assert all(ran.fit.stats is not None and ran.fit.stats.rounds == 40 for ran in ranks)
 
 
 def test_means_are_compared_now_and_then(pool: WorkerPool) -> None:
@@ -313,6 +314,28 @@ def test_tight_memory_is_told() -> None:
     assert memory_advice(model, [torch.optim.SGD(model.parameters(), 0.1)], 4 * nbytes, 2) == ""
     assert memory_advice(model, optimizers, 6 * nbytes, 2, residual_bytes=nbytes) != ""
     assert memory_advice(model, optimizers, None, 2) == ""
+
+
+def fit_on_small_device(nbytes: int) -> list[str]:
+    memory.device_bytes = lambda device: nbytes
+    return fit(CommOptStrategy(), Regression("adamw"), batches(3)).warnings
+
+
+def test_residuals_count_when_a_fit_begins(pool: WorkerPool) -> None:
+    """Four times the parameters, and residuals of nearly as much as them, against 80 % of the device."""
+    nbytes = sum(p.nbytes for p in Regression().parameters())
+    told = [pool.run(fit_on_small_device, 2, int(times * nbytes)) for times in (5.9, 6.3)]
+    assert [sum("residuals take" in text for text in ranks[0]) for ranks in told] == [1, 0]
+
+
+def test_the_largest_state_counts() -> None:
+    shapes, numel = [(64, 64), (64,), (2, 2)], 64 * 64
+    state = partial(largest_state_bytes, shapes)
+    assert state(("bf16",), 2) == state((), 2) == 0
+    assert state(("bf16", "int8", "int4"), 2) == 4 * numel
+    assert state(("int4",), 2, shadow=True) == 2 * 4 * numel
+    assert state(("int4",), 4) == 4 * numel + 4 * numel // 4
+    assert state(("int4",), 2, 2) == 4 * numel // 2
 
 
 def test_choices_are_plain_values() -> None:
