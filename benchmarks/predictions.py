@@ -166,6 +166,7 @@ def rows(run: Run, cost_ms: Callable[[str], float], stolen: float) -> Iterator[R
             series.bucket_numels,
             CodecCost(handling_ns=cost_ms(word) * crowd * 1e6 / total),
             bytes_per_element=_one_way_bytes(word, series, run) / total,
+            overlapped=ours,
         )
         yield Row(run.title, word, predict(profile, link, plan).step_ms, median(series.step_ms))
 

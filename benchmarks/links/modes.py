@@ -210,7 +210,9 @@ class Automatic(Mode):
         """Change the method; what a quantised method owes goes over to the next one."""
         method = method_named(choice.method)
         if self.path is not None and method.error_feedback:
-            self.path.switch(method)
+            if method != self.path.method:
+                self.path.switch(method)
+            self.path.dense_buckets = choice.dense_buckets
             return
         self.ddp._remove_autograd_hooks()
         if self.path is not None:
@@ -224,6 +226,7 @@ class Automatic(Mode):
             named = dict(self.module.named_parameters())
             self.path = GradientPath(named, method, self._group, torch.device("cpu"), shadow=not method.error_feedback)
             self.ddp.register_comm_hook(None, self.path.hook)
+            self.path.dense_buckets = choice.dense_buckets
             self.path.error_due = True
             self.path.mean_check.every = self._policy.cosine_every
         self.network = self.ddp

@@ -44,6 +44,7 @@ class GradientPath:
         device: Where gradients are.
         node_group: The ranks of this node, where the exchange is hierarchical.
         start_step: Optimizer steps to be applied before the method begins; until then rounds are dense.
+        dense_buckets: So many buckets travel densely all the time: those that become ready first.
         shadow: Whether a step may be skipped after its gradients were exchanged.
         track_usage: Whether parameters may stay unused, so that each rank must say which it used.
 
@@ -58,6 +59,7 @@ class GradientPath:
         *,
         node_group: dist.ProcessGroup | None = None,
         start_step: int = 0,
+        dense_buckets: int = 0,
         shadow: bool = True,
         track_usage: bool = False,
     ) -> None:
@@ -66,6 +68,7 @@ class GradientPath:
         self.device = device
         self.kernels = kernels.prepare(method, device)
         self.start_step = start_step
+        self.dense_buckets = dense_buckets
         self.shadow = shadow
         self.rounds = self.hook_calls = self.applied_steps = self.skipped_steps = 0
         self.scratch = Scratch(device)
@@ -118,6 +121,7 @@ class GradientPath:
     def _carry(self, kept: BucketState, bucket: Tensor, known: list[int], number: int) -> Iterator[None]:
         """Take one bucket from gradients to their mean over ranks, in place; yields while messages are on their way."""
         self.recorder.bucket = position = list(self._buckets.values()).index(kept)
+        route, method = self._way(position)
         dense = self._dense_sum(position, bucket)
         with self.recorder.span("encode"):
             residual = kept.first if self.node is None else None
@@ -127,8 +131,8 @@ class GradientPath:
             values, exact, flags = self.node.reduce_scatter(values, exact, flags)
             values = add_residual(values, kept.first)
 
-        parcel = self._parcel(kept, values, exact, flags, number)
-        for _ in self._exchange(kept, parcel):
+        parcel = self._parcel(kept, method, values, exact, flags, number % route.lanes)
+        for _ in self._exchange(kept, parcel, route):
             yield
             self.recorder.bucket = position
 
@@ -143,18 +147,23 @@ class GradientPath:
 
     def _dense_sum(self, number: int, bucket: Tensor) -> Tensor | None:
         """Return the dense sum of the bucket of that number where its mean is to be checked."""
-        if self.dense or not self.mean_check.due(self.rounds, number):
+        if self.dense or not self.mean_check.due(self.rounds, number - self.dense_buckets):
             return None
         dense, sent = self.mean_check.dense_sum(bucket)
         self._promised += sent
         return dense
 
-    def _exchange(self, kept: BucketState, parcel: Parcel) -> Iterator[None]:
-        """Encode, travel, decode, mean: by the method's route, or densely in the beginning."""
-        route = self._route_now
+    def _way(self, position: int) -> tuple[Route, Compression]:
+        """Return how the bucket at a position travels: by the method's route, or densely."""
+        if self.dense or position < self.dense_buckets:
+            return self._dense_route, self._dense
+        return self.route, self.method
+
+    def _exchange(self, kept: BucketState, parcel: Parcel, route: Route) -> Iterator[None]:
+        """Encode, travel, decode, mean."""
         if not route.second_hop:
             fold_second_hop(kept, parcel.values, self.transport.world)
-        before = _norm(parcel.values) if self._samples_error else None
+        before = _norm(parcel.values) if self._samples_error and route is self.route else None
         self._promised += route.traffic(parcel, self.rounds)
         exchange = route.exchange(parcel, self.rounds)
         travels = next(exchange, False) is None  # encoded, and maybe through already
@@ -164,17 +173,15 @@ class GradientPath:
             yield
             yield from exchange
 
-    @property
-    def _route_now(self) -> Route:
-        return self._dense_route if self.dense else self.route
-
-    def _parcel(self, kept: BucketState, values: Tensor, exact: Tensor, flags: Tensor, number: int) -> Parcel:
+    def _parcel(
+        self, kept: BucketState, method: Compression, values: Tensor, exact: Tensor, flags: Tensor, lane: int
+    ) -> Parcel:
         """Put together what travels; means are written into working memory."""
         wide = torch.promote_types(kept.dtype, torch.float32)
         return Parcel(
             layout=kept.layout,
             start=kept.shard_start,
-            method=self._dense if self.dense else self.method,
+            method=method,
             dtype=kept.dtype,
             values=values,
             exact=exact,
@@ -184,7 +191,7 @@ class GradientPath:
             exact_mean=self.scratch.get("exact_mean", exact.shape, wide),
             flags_any=kept.flags_any,
             state=kept.method_state,
-            lane=number % self._route_now.lanes,
+            lane=lane,
         )
 
     def _bucket(self, bucket: GradBucket) -> BucketState:
@@ -216,7 +223,8 @@ class GradientPath:
         """
         self._calls_before = self.hook_calls
         self._handed_over = 0
-        self.mean_check.buckets = len(self._buckets)  # while they are found, their number differs from rank to rank
+        # while buckets are found, their number differs from rank to rank
+        self.mean_check.buckets = max(0, len(self._buckets) - self.dense_buckets)
         self._loss_scale = loss_scale
         if self._samples_error:
             self._error_samples = []

@@ -1,9 +1,10 @@
 """``compression="auto"`` under Lightning: drives the tuner, and wraps the module again when it changes its mind."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import torch
+import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.trainer.states import TrainerFn
@@ -12,9 +13,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compression import Uncompressed, method_named
 from lightning_commopt.measure import CommStats
+from lightning_commopt.routes import Topology
 from lightning_commopt.strategies.preflight import check_model, refuse_ddp_options
 from lightning_commopt.strategies.rewrap import wrap_again
-from lightning_commopt.tuning import AutoPolicy, Choice, Decision, Observed, Tuner, Ways, memory_advice
+from lightning_commopt.tuning import (
+    AutoPolicy,
+    Choice,
+    Decision,
+    Observed,
+    Tuner,
+    Ways,
+    largest_state_bytes,
+    memory,
+    memory_advice,
+)
 
 if TYPE_CHECKING:
     from lightning_commopt.strategies.commopt import CommOptStrategy
@@ -52,6 +64,7 @@ class Auto:
         self._saved: Mapping[str, Any] | None = None
         self._pending: Choice | None = None  # waits for a dense exchange that clears residuals
         self._retired: CommStats | None = None
+        self._dense_buckets = 0
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
@@ -70,28 +83,28 @@ class Auto:
         """Measure the links. After wrapping; a collective."""
         strategy, module = self._strategy, self._strategy.lightning_module
         assert module is not None
-        if advice := memory_advice(
-            module, strategy.optimizers, _device_bytes(strategy.root_device), strategy.world_size
-        ):
+        self.blocked = self._why_blocked(module) if strategy.world_size > 1 else ""
+        groups = strategy._process_groups() if strategy.world_size > 1 and not self.blocked else None
+        policy = self.policy if groups is None or groups.node is None else self.policy.without_summable()
+        residual_bytes = 0 if groups is None else self._residual_bytes(module, policy, groups.topology)
+        device_memory = memory.device_bytes(strategy.root_device)
+        if advice := memory_advice(module, strategy.optimizers, device_memory, strategy.world_size, residual_bytes):
             rank_zero_warn(advice)
-        if strategy.world_size == 1:
+        if groups is None:
             return
-        self.blocked = self._why_blocked(module)
-        if self.blocked:
-            return
-        groups, world = strategy._process_groups(), dist.group.WORLD
+        world = dist.group.WORLD
         assert world is not None
-        hierarchical = groups.topology.hierarchical
+        self._equip_path()
         fixed = self._own_arguments.get("bucket_cap_mb", 25.0 if _is_compiled(module) else None)
         self.tuner = Tuner(
-            _without_summable(self.policy) if hierarchical else self.policy,
+            policy,
             strategy._control,
             Ways(world, groups.gradients, groups.node),
             strategy.root_device,
             _trainable(module),
             self._observe,
             bucket_mb=fixed,
-            free_bytes=lambda: _free_bytes(strategy.root_device),
+            free_bytes=lambda: memory.free_bytes(strategy.root_device),
         )
         if self._saved:
             self.tuner.load_state_dict(
@@ -103,6 +116,19 @@ class Auto:
         if strategy._log is not None and strategy.root_device.type == "cpu":
             strategy._log.sample_often()
         self.tuner.start()
+
+    def _residual_bytes(self, module: pl.LightningModule, policy: AutoPolicy, topology: Topology) -> int:
+        """Return the state of the method that keeps most, of those that may be taken."""
+        strategy = self._strategy
+        scaler = getattr(strategy.precision_plugin, "scaler", None)
+        may_skip = (scaler is not None and scaler.is_enabled()) or not module.automatic_optimization
+        return largest_state_bytes(
+            [p.shape for p in _trainable(module).values()],
+            policy.methods,
+            topology.nodes if topology.hierarchical else strategy.world_size,
+            topology.ranks_per_node if topology.hierarchical else 1,
+            shadow=may_skip or bool(self._own_arguments.get("find_unused_parameters")),
+        )
 
     def follow(self, module: nn.Module) -> None:
         """Go on with the parameters that are trainable now."""
@@ -159,6 +185,8 @@ class Auto:
     def _keeps_residuals(self, choice: Choice) -> bool:
         """Whether the next method can take over what this one owes: it owes too, for the same parameters."""
         new, old, path = method_named(choice.method), self._strategy.compression, self._strategy._path
+        if new == old:
+            return True
         if path is None or path.node is not None or not new.error_feedback:
             return False
         return all(new.travels_exactly(p.shape) == old.travels_exactly(p.shape) for p in path.parameters.values())
@@ -169,7 +197,8 @@ class Auto:
         method = method_named(choice.method)
         if path is not None and not isinstance(method, Uncompressed):
             self._put_in_force(choice)
-            path.switch(method)
+            if method != path.method:
+                path.switch(method)
         else:
             if path is not None:
                 self._retire(path.stats())
@@ -186,17 +215,25 @@ class Auto:
             assert isinstance(strategy.model, DistributedDataParallel)
             assert strategy.lightning_module is not None
             wrap_again(strategy, strategy.lightning_module)
+        self._equip_path()
         if strategy._path is not None:
             strategy._path.error_due = True
-            strategy._path.mean_check.every = self.policy.cosine_every
             strategy._path.termination.asked = strategy._sigterm is not None and strategy._sigterm.asked
         elif strategy._log is not None and strategy.root_device.type == "cpu":
             strategy._log.sample_often()
+
+    def _equip_path(self) -> None:
+        """Tell the gradient path what goes beyond a method."""
+        path = self._strategy._path
+        if path is not None:
+            path.dense_buckets = self._dense_buckets
+            path.mean_check.every = self.policy.cosine_every
 
     def _put_in_force(self, choice: Choice) -> None:
         """Set the strategy's options to what a choice means."""
         strategy, method = self._strategy, method_named(choice.method)
         strategy.compression = method
+        self._dense_buckets = choice.dense_buckets
         strategy.start_step = 0
         strategy.nonfinite = "error" if method.error_feedback else self._own_nonfinite
         size = (
@@ -226,11 +263,11 @@ class Auto:
         if self.tuner is not None and "optimizer_states" in checkpoint:
             in_force = self.tuner.state.decisions[-1].choice if self.tuner.state.decisions else Choice()
             if self._pending is not None:
-                in_force = Choice(self._strategy.compression.name, in_force.bucket_mb)
+                in_force = Choice(self._strategy.compression.name, in_force.bucket_mb, self._dense_buckets)
             checkpoint[KEY] = {
                 "version": 1,
                 "world": self._strategy.world_size,
-                "in_force": {"method": in_force.method, "bucket_mb": in_force.bucket_mb},
+                "in_force": asdict(in_force),
                 "tuner": self.tuner.state_dict(),
             }
 
@@ -260,13 +297,6 @@ def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
-def _without_summable(policy: AutoPolicy) -> AutoPolicy:
-    """Leave out methods that a hierarchy would cut through."""
-    allow = [word for word in policy.allow if not method_named(word).summable]
-    values = {name: getattr(policy, name) for name in policy.__dataclass_fields__}
-    return AutoPolicy(**values | {"allow": allow})
-
-
 def _is_compiled(module: nn.Module) -> bool:
     """Whether the module is compiled, wholly or in part: smaller buckets would cut its graphs."""
     return (
@@ -274,20 +304,3 @@ def _is_compiled(module: nn.Module) -> bool:
         or hasattr(module, "_orig_mod")
         or (getattr(module, "_compiler_ctx", None) is not None)
     )
-
-
-def _device_bytes(device: torch.device) -> int | None:
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _host_bytes("MemTotal")
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _host_bytes("MemAvailable")
-
-
-def _host_bytes(field: str) -> int | None:
-    """Read a field of Linux's memory table; None elsewhere."""
-    try:
-        with open("/proc/meminfo") as table:
-            return next((int(line.split()[1]) * 1024 for line in table if line.startswith(field + ":")), None)
-    except OSError:
-        return None

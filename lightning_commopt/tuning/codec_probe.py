@@ -10,7 +10,7 @@ from torch import nn
 from lightning_commopt.compression import BucketLayout, Compression, Context, Parameter, Scratch, kernels
 from lightning_commopt.routes import GradientPath, PinnedDDP
 from lightning_commopt.tuning.beside import Computing
-from lightning_commopt.tuning.cost_model import CodecCost
+from lightning_commopt.tuning.plan import CodecCost
 
 __all__ = ["probe_codec", "probe_contention"]
 

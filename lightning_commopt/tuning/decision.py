@@ -14,11 +14,13 @@ class Choice:
     Args:
         method: Its word. ``"none"``: DDP's own reducer.
         bucket_mb: DDP's ``bucket_cap_mb``; None: as the user set it.
+        dense_buckets: So many buckets travel densely all the same: those that become ready first.
 
     """
 
     method: str = "none"
     bucket_mb: float | None = None
+    dense_buckets: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_commopt.routes import ControlGroup
 from lightning_commopt.routes.transport import Transport, transport_for
 from lightning_commopt.tuning.beside import Computing
-from lightning_commopt.tuning.cost_model import Channel, Link
+from lightning_commopt.tuning.links import Channel, Link
 
 __all__ = ["probe_link"]
 

@@ -1,48 +1,27 @@
 """Measures, asks the policy, and says when to change: the part of ``auto`` that knows ranks but no Lightning."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import Parameter
 
-from lightning_commopt.compression import method_named
 from lightning_commopt.measure import CommStats, clock_for
 from lightning_commopt.routes import ControlGroup
-from lightning_commopt.tuning.codec_probe import probe_codec, probe_contention
-from lightning_commopt.tuning.cost_model import CodecCost, ComputeProfile, Link
+from lightning_commopt.tuning.bandwidth import MOVED, BandwidthWatch
 from lightning_commopt.tuning.decision import Choice, Decision
-from lightning_commopt.tuning.link_probe import probe_link
-from lightning_commopt.tuning.policy import AutoPolicy, AutoState, Evidence
-from lightning_commopt.tuning.step_profile import StepProfile, StepTimes, merged_profile
+from lightning_commopt.tuning.links import Link
+from lightning_commopt.tuning.measurements import Measurements, Ways
+from lightning_commopt.tuning.policy import AutoPolicy
+from lightning_commopt.tuning.state import AutoState
+from lightning_commopt.tuning.step_profile import StepProfile, StepTimes
 
-__all__ = ["Observed", "Tuner", "Ways"]
+__all__ = ["Observed", "Tuner"]
 
-_BUCKET_MBS = (1.0, 2.0, 4.0, 8.0, 25.0)
-_OWN_BUCKET_MB = 25.0  # DDP's default
 _SETTLE = 2  # steps after a change that are not measured: they allocate
 _VERIFY = 8  # steps over which the gain is measured
-_MOVED = 0.2
-_CALIBRATION = (0.1, 2.0)  # how far the dense steps may correct the probe
-
-
-@dataclass(frozen=True)
-class Ways:
-    """The groups in which ranks exchange gradients.
-
-    Args:
-        reducer: That of DDP's own reducer.
-        route: Of encoded gradients.
-        inside: Ranks of this node, where the exchange is hierarchical.
-
-    """
-
-    reducer: dist.ProcessGroup
-    route: dist.ProcessGroup
-    inside: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -91,42 +70,37 @@ class Tuner:
         self.policy = policy
         self.state = AutoState()
         self.rounds = 0
-        self.link: Link | None = None
         self.replayed: tuple[Decision, ...] = ()
         """Decisions to come that are taken as they are, without measuring."""
-        self._control, self._ways, self._device = control, ways, device
-        self._parameters = parameters
+        self._control = control
         self._observe = observe
-        self._bucket_mb = bucket_mb
-        self._free_bytes = free_bytes
+        self._measurements = Measurements(policy, control, ways, device, parameters, bucket_mb, free_bytes)
         self._profile = StepProfile(clock_for(device))
-        self._compute: ComputeProfile | None = None
-        self._codecs: dict[str, CodecCost] = {}
-        self._contention = 1.0
-        self._calibration = 1.0  # exposed time of the dense steps, measured over predicted
         self._steps: list[StepTimes] = []  # dense ones, of this rank
         self._dense_ms: float | None = None
         self._phase = "measure"  # then "verify", then "watch"
         self._since = 0  # round at which the phase began
+        self._looked = 0  # round at which something was chosen last, or found best again
+        self._why = ""  # what gave occasion to look again
+        self._tells_all = True  # whether it is a decision to go on as before
         self._pause = policy.check_every
         self.verified_ms: float | None = None
         """A step under the choice in force, once measured."""
         self.verified_now = False
         """Whether it was measured before this step."""
-        self._before: CommStats | None = None
-        self._ns_per_byte: float | None = None
+        self._bandwidth = BandwidthWatch(control)
 
     # ---- called in the course of training -------------------------------------------------------------------------
 
     def start(self) -> None:
         """Measure the links, before the first step. A collective."""
         if not self.replayed and self._phase == "measure":
-            self.link = self._probed_link()
-            self._profile.watch(self._parameters)
+            self._measurements.probe_link()
+            self._profile.watch(self._measurements.parameters)
 
     def follow(self, parameters: Mapping[str, Parameter]) -> None:
         """Go on with other trainable parameters."""
-        self._parameters = parameters
+        self._measurements.parameters = parameters
         if self._phase == "measure" and not self.replayed:
             self._profile.watch(parameters)
 
@@ -139,6 +113,7 @@ class Tuner:
         elif self._is_due():
             self._profile.pause()
             self._steps = self._profile.take()
+            self._measurements.in_force = self.state.choice.method
             self.state = self._control.broadcast(self._decided())
         self._profile.resume()
         if self.state.choice == before:
@@ -185,11 +160,12 @@ class Tuner:
 
     def _enter(self, phase: str) -> None:
         self._phase, self._since = phase, self.rounds
-        self._before = None
+        self._bandwidth.begin()
 
     def _changed(self) -> None:
         """Begin to measure what came into force."""
-        self.verified_ms, self.verified_now, self._ns_per_byte = None, False, None
+        self.verified_ms, self.verified_now = None, False
+        self._bandwidth.forget()
         self._profile.take()
         if self._phase != "measure":
             self._enter("verify" if self.state.choice.method != "none" else "watch")
@@ -219,35 +195,29 @@ class Tuner:
         everyone = self._control.all_gather(self._steps)
         if any(not steps for steps in everyone):
             return self.state
-        assert self.link is not None
-        first = self.rounds == 1
+        measurements, is_dense = self._measurements, self.state.choice.method == "none"
         settled = [steps[self._unsettled :] or steps for steps in everyone]
-        profile = merged_profile(settled, self._contention)
-        if self._compute is not None and profile.backward_ms > self._compute.backward_ms:
-            profile = replace(profile, backward_ms=self._compute.backward_ms, ready=self._compute.ready)
-        self._compute = profile
-        if self.state.choice.method == "none":
+        measurements.take_profile(settled)
+        if is_dense:
             self._dense_ms = _slowest(settled)
-        if first:
-            return self.state.begun(self.policy, self._evidence(), self.rounds)
+        if self.rounds == 1:
+            return self.state.begun(self.policy, measurements.evidence(), self.rounds)
         self._profile.unwatch()
-        if self.state.choice.method == "none":
-            self._calibrate(settled)
-        elif self._dense_ms is not None:
-            self._dense_ms = min(self._dense_ms, self._evidence().dense.step_ms)  # the only one measured was the first
-        if self._may_win():
-            self._probe_codecs()
-        chosen = self.state.chosen(self.policy, self._evidence(), self.rounds)
-        self._enter("verify" if chosen.choice.method != "none" else "watch")
-        return chosen
+        if is_dense:
+            measurements.calibrate(settled)
+        elif self._dense_ms is not None and not self._looked:  # the only one measured was the first
+            self._dense_ms = min(self._dense_ms, measurements.evidence().dense.step_ms)
+        return self._chosen(self.state)
 
-    def _calibrate(self, everyone: Sequence[Sequence[StepTimes]]) -> None:
-        """Correct the probe of the links by what the dense steps exposed, on the rank that waited least."""
-        exposed_ms = min(median(step.backward_ms - step.compute_ms for step in steps) for steps in everyone)
-        predicted_ms = self._evidence().dense.exposed_ms
-        if exposed_ms > 0 and predicted_ms > 0:
-            low, high = _CALIBRATION
-            self._calibration = min(high, max(low, exposed_ms / predicted_ms))
+    def _chosen(self, state: AutoState) -> AutoState:
+        """Choose on what is measured; a look at intervals that changes nothing is no decision. A collective."""
+        if self._measurements.may_win():
+            self._measurements.probe_codecs()
+        chosen = state.chosen(self.policy, self._measurements.evidence(), self.rounds, why=self._why)
+        is_same = chosen.choice == state.choice and not self._tells_all
+        self._looked = self.rounds
+        self._enter("watch" if is_same or chosen.choice.method == "none" else "verify")
+        return state if is_same else chosen
 
     def _verified(self) -> AutoState:
         everyone = self._control.all_gather(self._steps)
@@ -264,20 +234,35 @@ class Tuner:
         checked = self._within_budget(self.state)
         if checked is not self.state:
             return checked
-        moved = self._moved()
-        if moved is None:
+        moved, looks = self._bandwidth.moved(self._observe().stats), self._is_time_to_look
+        if not moved and not looks:
             return self.state
-        before = self.link
-        self.link = self._probed_link()
-        if before is not None and self.link is not None and abs(_ratio(self.link, before) - 1) < _MOVED:
+        before, now = self._measurements.link, self._measurements.probe_link()
+        moved = moved and (before is None or abs(_ratio(now, before) - 1) >= MOVED)
+        if not moved and not looks:
             self._pause = min(2 * self._pause, 20 * self.policy.check_every)
             return self.state
         self._pause = self.policy.check_every
-        if self._compute is None:
-            return self.state
-        if self._may_win():
-            self._probe_codecs()
-        return self.state.link_moved().chosen(self.policy, self._evidence(), self.rounds, why="the bandwidth moved")
+        self._tells_all = moved
+        self._why = "the bandwidth moved" if moved else f"looked again after {self.rounds - self._looked} exchanges"
+        state = self.state.link_moved() if moved else self.state
+        if self._measurements.compute is None or looks:
+            self._measure_again()
+            return state
+        return self._chosen(state)
+
+    @property
+    def _is_time_to_look(self) -> bool:
+        """Whether a choice was made so long ago that it is to be looked at again."""
+        every = self.policy.redecide_every
+        return every > 0 and self.rounds - self._looked >= every
+
+    def _measure_again(self) -> None:
+        """Take the profile of some steps anew, under what is in force."""
+        self._measurements.compute = None
+        self._looked = max(self._looked, 1)
+        self._profile.watch(self._measurements.parameters)
+        self._enter("measure")
 
     def _within_budget(self, state: AutoState) -> AutoState:
         """Check error and cosine of the method in force. A collective."""
@@ -288,72 +273,6 @@ class Tuner:
         errors = [error for error, _ in everyone if error is not None]
         cosines = [cosine for _, cosine in everyone if cosine is not None and cosine == cosine]
         return state.error_measured(self.policy, max(errors, default=None), min(cosines, default=None), self.rounds)
-
-    def _moved(self) -> float | None:
-        """Return by what the transfer time of a byte changed since the last choice, where that is a fifth or more."""
-        stats = self._observe().stats
-        window = stats if self._before is None else stats - self._before
-        first, self._before = self._before is None, stats
-        transfer_ms = window.transfer_ms
-        mine = transfer_ms / window.sent_bytes * 1e6 if transfer_ms and window.sent_bytes else 0.0
-        now = max(self._control.all_gather(mine))
-        if first or not now:
-            return None
-        if self._ns_per_byte is None:
-            self._ns_per_byte = now
-            return None
-        ratio = now / self._ns_per_byte
-        if abs(ratio - 1) < _MOVED:
-            return None
-        self._ns_per_byte = None
-        return ratio
-
-    # ---- measuring ------------------------------------------------------------------------------------------------
-
-    def _probed_link(self) -> Link:
-        ways = self._ways
-        return probe_link(self._control, self._device, ways.reducer, ways.route, ways.inside)
-
-    def _may_win(self) -> bool:
-        """Whether there is enough on the wire that codecs need be measured."""
-        dense = self._evidence().dense
-        return bool(self.policy.methods) and dense.transfer_ms >= self.policy.min_gain * dense.step_ms
-
-    def _probe_codecs(self) -> None:
-        """Measure codecs and contention. A collective."""
-        contention = probe_contention(self._device)
-        mine = {word: probe_codec(method_named(word), self._device) for word in self.policy.methods}
-        everyone = self._control.all_gather((contention, mine))
-        self._contention = max(contention for contention, _ in everyone)
-        self._codecs = {word: _costliest([codecs[word] for _, codecs in everyone]) for word in mine}
-        assert self._compute is not None
-        self._compute = replace(self._compute, contention=self._contention)
-
-    def _evidence(self) -> Evidence:
-        assert self._compute is not None
-        assert self.link is not None
-        numels = [p.numel() for p in self._parameters.values()]
-        exact = sum(p.numel() for p in self._parameters.values() if method_named("int8").travels_exactly(p.shape))
-        fixed = self._bucket_mb
-        return Evidence(
-            profile=self._compute,
-            link=self.link.slower(self._calibration),
-            numels=numels,
-            bucket_mbs=_BUCKET_MBS if fixed is None else (fixed,),
-            own_bucket_mb=_OWN_BUCKET_MB if fixed is None else fixed,
-            codecs=self._codecs,
-            exact_fraction=exact / max(1, sum(numels)),
-            too_large=self._too_large(sum(numels) - exact),
-        )
-
-    def _too_large(self, compressed: int) -> frozenset[str]:
-        """Return the methods whose state does not fit on some rank. A collective."""
-        free = self._control.all_gather(self._free_bytes())
-        least = min((nbytes for nbytes in free if nbytes is not None), default=None)
-        if least is None:
-            return frozenset()
-        needed = {word: 2 * method_named(word).memory_bytes(compressed) for word in self.policy.methods}
-        return frozenset(word for word, nbytes in needed.items() if nbytes > least)
 
     # ---- saved and told -------------------------------------------------------------------------------------------
 
@@ -367,6 +286,7 @@ class Tuner:
             "phase": self._phase,
             "since": self._since,
             "pause": self._pause,
+            "looked": self._looked,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -378,6 +298,7 @@ class Tuner:
         choice = past[-1].choice if past else Choice()
         self.state = AutoState(choice, past, frozenset(saved["beyond_budget"]), frozenset(saved["lost"]))
         self._phase, self._since, self._pause = saved["phase"], saved["since"], saved["pause"]
+        self._looked = saved.get("looked", self.rounds)
         if not saved.get("same_world", True):  # what was measured holds no longer; what is in force stays until it is
             self._phase, self._since, self.replayed = "measure", self.rounds, ()
 
@@ -399,13 +320,3 @@ def _slowest(everyone: Sequence[Sequence[StepTimes]]) -> float:
 
 def _ratio(now: Link, before: Link) -> float:
     return now.route.bytes_per_second / before.route.bytes_per_second
-
-
-def _costliest(costs: Sequence[CodecCost]) -> CodecCost:
-    """Return the cost on the rank where a method costs most."""
-    return CodecCost(
-        max(cost.encode_ns for cost in costs),
-        max(cost.decode_ns for cost in costs),
-        max(cost.handling_ns for cost in costs),
-        max(cost.bucket_us for cost in costs),
-    )

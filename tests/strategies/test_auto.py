@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from lightning_commopt import AutoPolicy, CommOptStrategy
 from lightning_commopt.routes import GlooTransport
 from lightning_commopt.routes.transport import Travelling
 from lightning_commopt.strategies import auto
-from lightning_commopt.tuning import Choice, Decision, link_probe, memory_advice
+from lightning_commopt.tuning import Choice, Decision, choosing, largest_state_bytes, link_probe, memory, memory_advice
+from lightning_commopt.tuning.bandwidth import BandwidthWatch
 from tests.pool import WorkerPool
 from tests.strategies.toy import SMALL_BUCKETS, Batch, Fit, Regression, batches, fit
 
@@ -61,6 +63,28 @@ def plant_slow_reducer() -> None:
         ended(self)
 
     auto.Auto.backward_ended = slow_backward_ended  # type: ignore[method-assign]
+
+
+def plant_dense_bucket() -> None:
+    """Let the first bucket count as hidden."""
+    choosing.dense_buckets = lambda evidence, choice, before=0: 1
+
+
+def plant_unseen_bandwidth() -> None:
+    """Let no change of the bandwidth be noticed."""
+    BandwidthWatch.moved = lambda self, stats: False  # type: ignore[method-assign]
+
+
+class FastLater(pl.Callback):
+    """Lets what was planted take no more time from some batch on."""
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        global BYTES_PER_SECOND
+        if batch_idx == 18:
+            BYTES_PER_SECOND = 1e15
 
 
 @dataclass
@@ -153,6 +177,16 @@ def test_a_slow_link_gets_a_method(pool: WorkerPool, world: int) -> None:
     assert "commopt auto" not in pool.output[1]
 
 
+def test_hidden_buckets_stay_dense(pool: WorkerPool) -> None:
+    ranks = pool.run(run_auto, 2, LENIENT, (plant_slow_messages, plant_slow_reducer, plant_dense_bucket))
+    assert_alike(ranks)
+    assert ranks[0].decisions[-1].choice.dense_buckets == 1
+    stats = ranks[0].fit.stats
+    assert stats is not None
+    assert stats.promised.total == stats.sent_bytes
+    assert "the first 1 of 3 buckets stay dense" in ranks[0].fit.explain
+
+
 def test_a_choice_that_lost_is_taken_back(pool: WorkerPool) -> None:
     ranks = pool.run(run_auto, 2, LENIENT, (plant_slow_messages,))
     assert_alike(ranks)
@@ -170,6 +204,16 @@ def test_an_error_beyond_the_budget_steps_back(pool: WorkerPool) -> None:
     assert_alike(ranks)
     assert ranks[0].methods[-1] == "bf16"
     assert "beyond the budget of 0.00: back to bf16" in ranks[0].decisions[-1].reason
+
+
+def test_it_looks_again_at_intervals(pool: WorkerPool) -> None:
+    policy = AutoPolicy(error_budget=0.9, check_every=5, redecide_every=15)
+    plants = (plant_slow_messages, plant_slow_reducer, plant_unseen_bandwidth)
+    ranks = pool.run(run_auto, 2, policy, plants, steps=40, callbacks=[FastLater()])
+    assert_alike(ranks)
+    assert ranks[0].methods[-1] == "none"
+    assert "looked again after" in ranks[0].decisions[-1].reason
+    assert all(ran.fit.stats is not None and ran.fit.stats.rounds == 40 for ran in ranks)
 
 
 def test_means_are_compared_now_and_then(pool: WorkerPool) -> None:
@@ -197,34 +241,46 @@ class SaveFirst(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def run_and_save(path: Path, policy: AutoPolicy) -> Ran:
-    return run_auto(
-        policy, (plant_slow_messages, plant_slow_reducer), steps=9, max_epochs=2, callbacks=[SaveFirst(path)]
-    )
+PLANTS = (plant_slow_messages, plant_slow_reducer)
 
 
-def resume_with_log(path: Path, policy: AutoPolicy, log: tuple[Decision, ...]) -> Ran:
+def run_and_save(path: Path, policy: AutoPolicy, plants: Sequence[Callable[[], None]]) -> Ran:
+    return run_auto(policy, plants, steps=9, max_epochs=2, callbacks=[SaveFirst(path)])
+
+
+def resume_with_log(
+    path: Path, policy: AutoPolicy, plants: Sequence[Callable[[], None]], log: tuple[Decision, ...]
+) -> Ran:
     """Go on, with the decisions that the run that never stopped took."""
     checkpoint = torch.load(path, weights_only=True)
     checkpoint[auto.KEY]["tuner"]["decisions"] = [decision.to_dict() for decision in log]
     mine = path.with_suffix(f".{dist.get_rank()}")
     torch.save(checkpoint, mine)
-    plants = (plant_slow_messages, plant_slow_reducer)
     return run_auto(policy, plants, ckpt_path=mine, steps=9, max_epochs=2)
 
 
-@pytest.mark.parametrize("budget", [0.9, 1e-4], ids=["decided before", "steps back after"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_resume_is_exact_given_the_log(pool: WorkerPool, tmp_path: Path, world: int, budget: float) -> None:
+@pytest.mark.parametrize(
+    ("world", "budget", "plants"),
+    [
+        pytest.param(2, 0.9, PLANTS, id="2-decided before"),
+        pytest.param(3, 0.9, (*PLANTS, plant_dense_bucket), id="3-decided before, one bucket dense"),
+        pytest.param(2, 1e-4, PLANTS, id="2-steps back after"),
+        pytest.param(3, 1e-4, PLANTS, id="3-steps back after"),
+    ],
+)
+def test_resume_is_exact_given_the_log(
+    pool: WorkerPool, tmp_path: Path, world: int, budget: float, plants: Sequence[Callable[[], None]]
+) -> None:
     policy = AutoPolicy(error_budget=budget)
-    whole = pool.run(run_and_save, world, tmp_path / "first.ckpt", policy)
+    whole = pool.run(run_and_save, world, tmp_path / "first.ckpt", policy, plants)
     assert_alike(whole)
     late = [decision for decision in whole[0].decisions if decision.step > 9]
     assert bool(late) == (budget < 0.9)
-    resumed = pool.run(resume_with_log, world, tmp_path / "first.ckpt", policy, whole[0].decisions)
+    resumed = pool.run(resume_with_log, world, tmp_path / "first.ckpt", policy, plants, whole[0].decisions)
     for one, other in zip(whole, resumed, strict=True):
         assert other.decisions == one.decisions
         assert torch.equal(other.fit.parameters, one.fit.parameters)
+    assert any(decision.choice.dense_buckets for decision in whole[0].decisions) == (plant_dense_bucket in plants)
 
 
 # ---- options and memory ---------------------------------------------------------------------------------------------
@@ -260,6 +316,28 @@ def test_tight_memory_is_told() -> None:
     assert memory_advice(model, optimizers, None, 2) == ""
 
 
+def fit_on_small_device(nbytes: int) -> list[str]:
+    memory.device_bytes = lambda device: nbytes
+    return fit(CommOptStrategy(), Regression("adamw"), batches(3)).warnings
+
+
+def test_residuals_count_when_a_fit_begins(pool: WorkerPool) -> None:
+    """Four times the parameters, and residuals of nearly as much as them, against 80 % of the device."""
+    nbytes = sum(p.nbytes for p in Regression().parameters())
+    told = [pool.run(fit_on_small_device, 2, int(times * nbytes)) for times in (5.9, 6.3)]
+    assert [sum("residuals take" in text for text in ranks[0]) for ranks in told] == [1, 0]
+
+
+def test_the_largest_state_counts() -> None:
+    shapes, numel = [(64, 64), (64,), (2, 2)], 64 * 64
+    state = partial(largest_state_bytes, shapes)
+    assert state(("bf16",), 2) == state((), 2) == 0
+    assert state(("bf16", "int8", "int4"), 2) == 4 * numel
+    assert state(("int4",), 2, shadow=True) == 2 * 4 * numel
+    assert state(("int4",), 4) == 4 * numel + 4 * numel // 4
+    assert state(("int4",), 2, 2) == 4 * numel // 2
+
+
 def test_choices_are_plain_values() -> None:
-    decision = Decision(4, Choice("int8", 1.0), "why", 1.0, 2.0, (("none", None, 2.0), ("int8", 1.0, 1.0)))
+    decision = Decision(4, Choice("int8", 1.0, 2), "why", 1.0, 2.0, (("none", None, 2.0), ("int8", 1.0, 1.0)))
     assert Decision.from_dict(decision.to_dict()) == decision

@@ -20,6 +20,7 @@ from lightning_commopt.tuning import (
     Evidence,
     Link,
 )
+from lightning_commopt.tuning.choosing import dense_buckets
 from lightning_commopt.tuning.step_profile import StepTimes, merged_profile
 
 COARSE = ("onebit", "topk", "powersgd")
@@ -58,6 +59,13 @@ def on(mbit: float, *, compute_ms: float = 40.0, world: int = 2) -> Evidence:
     return Evidence(profile, Link(world, channel, channel), NUMELS, (1.0, 4.0, 25.0), 25.0, codecs)
 
 
+def with_long_backward() -> Evidence:
+    """Buckets of 1 MB that travel nearly as long as backward takes, and a network that takes nothing from it."""
+    channel = Channel(1e8, 0.05)
+    profile = ComputeProfile(10.0, 200.0, 0.0)
+    return replace(on(800), profile=profile, link=Link(2, channel, channel), numels=[262_144] * 16, bucket_mbs=(1.0,))
+
+
 @given(policies, evidences(), evidences(), st.floats(0, 1), st.floats(0.5, 1))
 def test_same_inputs_give_same_decisions_and_a_log_replays(
     policy: AutoPolicy, first: Evidence, second: Evidence, error: float, cosine: float
@@ -91,7 +99,8 @@ def test_a_choice_is_predicted_to_win_and_nothing_milder_is_as_good(policy: Auto
     by_word = {word: ms for word, _, ms in decision.predictions}
     if decision.choice.method == "none":
         return
-    assert decision.predicted_ms <= decision.dense_ms
+    assert decision.predicted_ms <= 1.01 * by_word[decision.choice.method]
+    assert by_word[decision.choice.method] <= decision.dense_ms
     milder = list(by_word)[: list(by_word).index(decision.choice.method)]
     assert all(by_word[word] > 1.1 * min(by_word.values()) for word in milder)
 
@@ -124,6 +133,36 @@ def test_an_error_beyond_the_budget_leads_to_a_milder_method_for_good(
     assert order.index(back.choice.method) < order.index(method)
     assert f"error of {method} is {error:.2f}" in back.decisions[-1].reason
     assert back.link_moved().chosen(policy, slowed(evidence, 10), 60).choice.method != method
+
+
+@given(policies, evidences())
+def test_buckets_stay_dense_only_where_that_costs_hardly_anything(policy: AutoPolicy, evidence: Evidence) -> None:
+    choice = AutoState().chosen(policy, evidence, 4).choice
+    if not choice.dense_buckets:
+        return
+    assert choice.dense_buckets < len(evidence.buckets(choice))
+    for link in (evidence.link, evidence.link.slower(1.25)):
+        on_it = replace(evidence, link=link)
+        assert on_it.of(choice).step_ms <= 1.01 * on_it.of(replace(choice, dense_buckets=0)).step_ms
+
+
+def test_buckets_that_are_hidden_anyway_stay_dense() -> None:
+    long_backward = with_long_backward()
+    bf16 = AutoState().chosen(AutoPolicy(min_gain=0.01), long_backward, 4).decisions[-1]
+    buckets = len(long_backward.buckets(bf16.choice))
+    assert 0 < bf16.choice.dense_buckets < buckets
+    assert f"the first {bf16.choice.dense_buckets} of {buckets} buckets stay dense, hidden anyway" in bf16.reason
+    all_encoded = replace(bf16.choice, dense_buckets=0)
+    assert long_backward.of(bf16.choice).sent_bytes > long_backward.of(all_encoded).sent_bytes
+    assert AutoState().chosen(AutoPolicy(), on(50), 4).choice.dense_buckets == 0, "the wire is never idle"
+
+
+def test_the_dense_buckets_do_not_change_with_noise() -> None:
+    evidence = with_long_backward()
+    choice = AutoState().chosen(AutoPolicy(min_gain=0.01), evidence, 4).choice
+    again = dense_buckets(slowed(evidence, 0.9), choice, choice.dense_buckets)
+    assert again == choice.dense_buckets > 0
+    assert dense_buckets(slowed(evidence, 1.5), choice, choice.dense_buckets) < choice.dense_buckets
 
 
 def test_slower_links_get_harsher_methods() -> None:
@@ -184,6 +223,7 @@ def test_a_slow_rank_is_no_slow_link() -> None:
         ({"min_gain": "much"}, "`min_gain='much'` must be between"),
         ({"measure_steps": 0}, "`measure_steps=0` must be an int >= 1"),
         ({"check_every": 4}, "`check_every=4` must be an int >= 5"),
+        ({"redecide_every": -1}, "`redecide_every=-1` must be an int >= 0"),
         ({"cosine_every": 0.5}, "`cosine_every=0.5` must be an int >= 0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
