@@ -10,8 +10,10 @@ import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
+from lightning_commopt.pipeline.bubble_report import bubble_report
 from lightning_commopt.pipeline.engine import Engine, EngineOptions
 from lightning_commopt.pipeline.groups import PipelineGroups, SharedGroups
+from lightning_commopt.pipeline.measured import typical_step
 from lightning_commopt.pipeline.metrics import StagedMetrics
 from lightning_commopt.pipeline.partition import Partition
 from lightning_commopt.pipeline.recording import StepRecorder, log_again
@@ -150,6 +152,17 @@ class StagedModel:
         for name, parameter in self.engine.trainable.items():
             if (group := self._shared.group_of(name)) is not None and parameter.grad is not None:
                 dist.broadcast(parameter.grad, group=group, group_src=0)
+
+    def bubble(self) -> str:
+        """Return what the bubble of the last steps was, and how it would be smaller; empty before any was timed."""
+        engine, options = self.engine, self.engine.options
+        typical = typical_step(self._groups.control.all_gather(engine.timer.steps()))
+        if typical is None:
+            return ""
+        microbatches, measured = typical
+        schedule = options.schedule_of(engine.ranks, microbatches)
+        cuts = self.partition.plan.cuts
+        return bubble_report(options.schedule, schedule, measured, cuts, engine.costs, engine.places)
 
     def _relayed(self, recorder: StepRecorder) -> Any:
         """Log on every rank what the last stage logged, and return what it returned."""

@@ -107,8 +107,9 @@ class CommOptPipelineStrategy(CommOptStrategy):
         self._staged_optimizer: OptimizerNames | None = None
         self._staged_precision: StagedPrecision | None = None
         self._announced = self._accumulates = False
+        self._bubble = ""
         self._resumed_from: Mapping[str, Any] | None = None
-        self._signature = self._checkpoint.signature
+        self._residual_signature = self._checkpoint.signature
 
     # ---- processes ------------------------------------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ class CommOptPipelineStrategy(CommOptStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._path = self._steps = self._log = None
-            self._staged_optimizer, self._resumed_from, self._announced = None, None, False
+            self._staged_optimizer, self._resumed_from, self._announced, self._bubble = None, None, False, ""
         self._staged = None
         if self._layer_sync is not None:
             raise PipelineError("`sync_batchnorm=True`: batch norms of a pipeline see microbatches. Leave it out.")
@@ -250,7 +251,7 @@ class CommOptPipelineStrategy(CommOptStrategy):
             self._staged_optimizer.keep(staged.kept, staged.places)
             _optimizers_to_device(self.optimizers, self.root_device)
         cuts = staged.partition.plan.cuts
-        self._checkpoint.signature = f"{self._signature}, blocks {staged.engine.blocks[0]} cut at {cuts}"
+        self._checkpoint.signature = f"{self._residual_signature}, blocks {staged.engine.blocks[0]} cut at {cuts}"
         if self._groups_of_pipeline.replicas > 1:
             self._wrap(staged.engine.trainable)
         if self._resumed_from is not None:
@@ -451,9 +452,20 @@ class CommOptPipelineStrategy(CommOptStrategy):
             source.compare_waiting(self._groups_of_pipeline.data_control.all_gather)
         return self._control.all_gather(self.comm_stats())
 
+    def bubble_report(self) -> str:
+        """Return how long stages waited for each other in the last steps of this fit, and what would be better.
+
+        The bubble as it was measured, as it would be with the measured times of stages and no other delay, and with
+        equal stages; the stage that takes longest, and better ``cuts``. Empty before the third step. A collective: call
+        it on all ranks. At the end of a fit it is printed, and from then on :meth:`explain` tells it.
+        """
+        if self._staged is not None and self._staged.settled:
+            self._bubble = self._staged.bubble()
+        return self._bubble
+
     @override
     def explain(self) -> str:
-        return explain_pipeline(self)
+        return " ".join(filter(None, (explain_pipeline(self), self._bubble)))
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -476,6 +488,9 @@ class CommOptPipelineStrategy(CommOptStrategy):
         if staged is not None:
             vars(module).pop(_STEP, None)
             self.model = module
-            staged.close(alone=self.watch is not None and self.watch.knows_of_a_failure)
+            failed = self.watch is not None and self.watch.knows_of_a_failure
+            if not failed and module.trainer.state.fn == TrainerFn.FITTING and self.bubble_report():
+                rank_zero_info(f"commopt: {self._bubble}")
+            staged.close(alone=failed)
         self._staged = None
         super().teardown()
