@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt.pipeline import ScheduleName, schedule_named
-from lightning_commopt.pipeline.runner import Runner, Timed
+from lightning_commopt.pipeline.runner import Runner
+from lightning_commopt.pipeline.timing import StepTimer, Timed
 from lightning_commopt.pipeline.trace import Flow, Shape
 
 __all__ = ["FORWARD", "Timing", "time_schedules"]
@@ -71,11 +72,8 @@ def _time(name: ScheduleName, microbatches: int, steps: int) -> Timing:
     group = dist.group.WORLD
     assert group is not None
     runner = Runner(group, torch.device("cpu"), sleeper.put_off)
-    timed = []
+    runner.timer = StepTimer(torch.device("cpu"), kept=steps, skipped=1)
     for _ in range(1 + steps):
-        runner.timeline = []
         dist.barrier()
-        start = time.perf_counter()
         runner.run(schedule, sleeper.compute, lambda stage, _: [Flow(0, None, _SHAPE)] if stage else [])
-        timed.append((tuple(runner.timeline), time.perf_counter() - start))
-    return name, microbatches, timed[1:]
+    return name, microbatches, [(step.timeline, step.seconds) for step in runner.timer.steps()]

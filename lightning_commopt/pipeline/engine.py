@@ -21,6 +21,7 @@ from lightning_commopt.pipeline.plan import Plan, block_of_parameters, choose_cu
 from lightning_commopt.pipeline.recording import StepRecorder
 from lightning_commopt.pipeline.runner import Runner, forwards_of
 from lightning_commopt.pipeline.slicing import Position, Slices, StageRun
+from lightning_commopt.pipeline.timing import StepTimer
 from lightning_commopt.pipeline.trace import Flow, Shape, Trace, trace_step
 
 __all__ = ["Engine", "EngineOptions"]
@@ -80,6 +81,8 @@ class Engine:
         self.placement = options.schedule_of(self.ranks, options.microbatches).placement
         self.deferred = DeferredWeights()
         self.runner = Runner(group, device, self._put_off)
+        self.timer = self.runner.timer = StepTimer(device)
+        self.costs: list[float] = []
         self._traces: dict[tuple[Any, ...], Trace] = {}
         self._shapes = {n: Shape.of(p) for n, p in module.named_parameters(remove_duplicate=False)}
         self._trainable_flags: list[bool] = []
@@ -105,6 +108,12 @@ class Engine:
         """Whether a step of the user is running, or being traced."""
         return self._tracing or (self._position is not None and self._position.run is not None)
 
+    @property
+    def places(self) -> list[int]:
+        """Blocks before which the model may be cut."""
+        assert self.first_trace is not None
+        return [block for block in range(1, len(self.blocks)) if block not in self.first_trace.uncuttable]
+
     def state_owners(self) -> dict[str, int]:
         """Return the stage whose value of each entry of the state dict counts."""
         if self._state_owner:
@@ -121,8 +130,8 @@ class Engine:
         module = self.module
         part = split_batch(batch, self.options.microbatches)[0]
         trace = self._trace(method, part, extra)
-        costs = costs_of(trace, self._shapes, block_of_parameters(module, self.blocks))
-        self.plan = choose_cuts(trace, self.blocks, len(self.placement), self.options.cuts, costs)
+        self.costs = costs_of(trace, self._shapes, block_of_parameters(module, self.blocks))
+        self.plan = choose_cuts(trace, self.blocks, len(self.placement), self.options.cuts, self.costs)
         self.first_trace = trace
         stages = [stage for stage, rank in enumerate(self.placement) if rank == self.rank]
         position = self._position = Position(self.plan, self.device)

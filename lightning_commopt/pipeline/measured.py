@@ -1,15 +1,15 @@
 """What a step of a pipeline took, from when its actions ran."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from lightning_commopt.pipeline.actions import Kind, Schedule
-from lightning_commopt.pipeline.runner import Timed
 from lightning_commopt.pipeline.simulate import Simulation, StageCost, simulate
+from lightning_commopt.pipeline.timing import Timed, TimedStep
 
-__all__ = ["MeasuredStep", "stage_costs"]
+__all__ = ["MeasuredStep", "stage_costs", "typical_step"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,27 @@ class MeasuredStep:
     def simulated(self, schedule: Schedule, transfer: float = 0.0) -> Simulation:
         """Return how long the same actions would take with no delay but ``transfer`` seconds a message."""
         return simulate(schedule, stage_costs(self.timelines, schedule.stages), transfer)
+
+
+def typical_step(by_rank: Sequence[Sequence[TimedStep]]) -> tuple[int, MeasuredStep] | None:
+    """Return the number of microbatches, and the times, of a step of median length, out of those with most of them.
+
+    Args:
+        by_rank: The same steps on all ranks of a pipeline, in their order.
+
+    Returns:
+        None if there are no steps.
+
+    """
+    steps = list(zip(*by_rank, strict=True))
+    if not steps:
+        return None
+    most = max(step[0].microbatches for step in steps)
+    full = sorted(
+        (step for step in steps if step[0].microbatches == most), key=lambda step: max(one.seconds for one in step)
+    )
+    chosen = full[(len(full) - 1) // 2]
+    return most, MeasuredStep(tuple(one.timeline for one in chosen), max(one.seconds for one in chosen))
 
 
 def stage_costs(timelines: Iterable[Iterable[Timed]], stages: int) -> list[StageCost]:

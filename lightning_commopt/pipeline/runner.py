@@ -1,10 +1,9 @@
 """Executes a schedule: computes, sends and receives what its lists say, in their order."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,10 +12,11 @@ from torch import Tensor
 from lightning_commopt.pipeline.actions import Action, Kind, Schedule
 from lightning_commopt.pipeline.errors import PipelineError
 from lightning_commopt.pipeline.messages import Message, incoming, outgoing
+from lightning_commopt.pipeline.timing import StepTimer
 from lightning_commopt.pipeline.trace import Flow
 from lightning_commopt.pipeline.transfers import Operation, Receive, Send, lower
 
-__all__ = ["Runner", "Timed", "forwards_of"]
+__all__ = ["Runner", "forwards_of"]
 
 
 class Compute(Protocol):
@@ -24,14 +24,6 @@ class Compute(Protocol):
 
     def __call__(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return what is sent on, or the loss."""
-
-
-class Timed(NamedTuple):
-    """An action and when it ran, in seconds of a monotonic clock. On a GPU, when it was launched."""
-
-    action: Action
-    start: float
-    end: float
 
 
 @dataclass
@@ -48,6 +40,7 @@ class _Step:
 
     compute: Compute
     flows: Callable[[int, int], Sequence[Flow]]
+    timer: StepTimer | None
     ready: dict[Message, tuple[Tensor, ...]] = field(default_factory=dict)
     arriving: dict[Message, list[dist.Work]] = field(default_factory=dict)
     leaving: list[dist.Work] = field(default_factory=list)
@@ -64,7 +57,7 @@ class Runner:
         put_off: Runs a backward for inputs, and returns what computes the gradients of weights later.
 
     Attributes:
-        timeline: When each action of the last step ran, if it is a list.
+        timer: Times steps that run backwards, if there is one.
 
     """
 
@@ -78,7 +71,7 @@ class Runner:
         self._rank = dist.get_rank(group)
         self._put_off = put_off
         self._later: dict[tuple[int, int], Callable[[], None]] = {}
-        self.timeline: list[Timed] | None = None
+        self.timer: StepTimer | None = None
 
     def run(self, schedule: Schedule, compute: Compute, flows: Callable[[int, int], Sequence[Flow]]) -> None:
         """Run one step.
@@ -89,8 +82,10 @@ class Runner:
             flows: Tells what enters a stage with a microbatch.
 
         """
-        step = _Step(compute, flows)
+        step = _Step(compute, flows, self.timer if torch.is_grad_enabled() else None)
         self._later.clear()
+        if step.timer is not None:
+            step.timer.begin()
         for operation in _lowered(schedule)[self._rank]:
             if isinstance(operation, Send):
                 self._send(step, operation)
@@ -100,6 +95,8 @@ class Runner:
                 self._act(step, schedule, operation)
         for work in step.leaving:
             work.wait()
+        if step.timer is not None:
+            step.timer.end()
 
     # ---- transfers ------------------------------------------------------------------------------------------------
 
@@ -133,7 +130,7 @@ class Runner:
     def _act(self, step: _Step, schedule: Schedule, action: Action) -> None:
         awaited = incoming(action, schedule.stages)
         tensors = () if awaited is None else self._take(step, awaited)
-        start = time.perf_counter()
+        start = None if step.timer is None else step.timer.now()
         if action.kind is Kind.FORWARD:
             made = self._forward(step, action, tensors)
         elif action.kind is Kind.BACKWARD_WEIGHT:
@@ -141,8 +138,8 @@ class Runner:
             made = ()
         else:
             made = self._backward(step, action, tensors)
-        if self.timeline is not None:
-            self.timeline.append(Timed(action, start, time.perf_counter()))
+        if step.timer is not None:
+            step.timer.note(action, start)
         message = outgoing(action, schedule.stages)
         if message is not None:
             step.ready[message] = made

@@ -76,22 +76,35 @@ class OptimizerNames:
         self._optimizer = optimizer
         self._names = dict(names)
         self._groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self._places: Mapping[str, tuple[int, ...]] = {}
 
-    def keep(self, identities: set[int]) -> None:
-        """Let go of all parameters but some, and of their state."""
+    @property
+    def is_staged(self) -> bool:
+        """Whether parameters of other stages were let go of."""
+        return bool(self._places)
+
+    def keep(self, identities: set[int], places: Mapping[str, tuple[int, ...]]) -> None:
+        """Let go of all parameters but some, and of their state.
+
+        Args:
+            identities: Of the parameters that stay.
+            places: The ranks of the pipeline that hold each parameter, by name.
+
+        """
+        self._places = dict(places)
         for group in self._optimizer.param_groups:
             group["params"][:] = [p for p in group["params"] if id(p) in identities]
         for parameter in list(self._optimizer.state):
             if id(parameter) not in identities:
                 del self._optimizer.state[parameter]
 
-    def state_dict(self, owner_of: Callable[[str], int], control: ControlGroup) -> dict[str, Any]:
+    def state_dict(self, control: ControlGroup) -> dict[str, Any]:
         """Return the state dict of the whole optimizer on the first rank of the pipeline, and nothing elsewhere."""
         own = {self._names[id(p)]: state for p, state in self._optimizer.state.items()}
         names = [name for group in self._groups for name in group]
         known = {name for names_here in control.all_gather(list(own)) for name in names_here}
         wanted = [name for name in names if name in known]
-        collected = stream(wanted, owner_of, lambda name: own[name], control)
+        collected = stream(wanted, lambda name: self._places[name][0], lambda name: own[name], control)
         if control.rank != 0:
             return {}
         places = {name: place for place, name in enumerate(names)}

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -27,20 +26,23 @@ from lightning_commopt.pipeline.agreement import BatchAgreement, DifferentBatche
 from lightning_commopt.pipeline.announce import MICROBATCHES_PER_STAGE, announce
 from lightning_commopt.pipeline.blocks import find_blocks
 from lightning_commopt.pipeline.checks import check_module, check_optimizers, once
-from lightning_commopt.pipeline.engine import Engine, EngineOptions
+from lightning_commopt.pipeline.engine import EngineOptions
 from lightning_commopt.pipeline.errors import PipelineError
-from lightning_commopt.pipeline.groups import PipelineGroups, SharedGroups
-from lightning_commopt.pipeline.metrics import StagedMetrics
+from lightning_commopt.pipeline.groups import PipelineGroups
 from lightning_commopt.pipeline.named import ScheduleName, schedule_named
+from lightning_commopt.pipeline.nonfinite import nonfinite_everywhere, raise_together
 from lightning_commopt.pipeline.precision import StagedPrecision
-from lightning_commopt.pipeline.recording import StepRecorder, log_again
-from lightning_commopt.pipeline.replay import replay
 from lightning_commopt.pipeline.residuals import MergedPath, StagePath
-from lightning_commopt.pipeline.state import OptimizerNames, stream
-from lightning_commopt.pipeline.weights import align, collect
+from lightning_commopt.pipeline.staged import StagedModel
+from lightning_commopt.pipeline.state import OptimizerNames
 from lightning_commopt.routes import GradientPath, PinnedDDP, Topology
 from lightning_commopt.strategies.commopt import CommOptStrategy
 from lightning_commopt.strategies.groups import Groups
+from lightning_commopt.strategies.pipeline_options import (
+    check_pipeline_options,
+    explain_pipeline,
+    pipeline_fingerprint,
+)
 from lightning_commopt.strategies.preflight import fingerprint
 from lightning_commopt.strategies.rewrap import Trainable
 from lightning_commopt.strategies.sigterm import Sigterm
@@ -98,20 +100,16 @@ class CommOptPipelineStrategy(CommOptStrategy):
         self.blocks = blocks if blocks is None or isinstance(blocks, str) else tuple(blocks)
         self.cuts = None if cuts is None else tuple(cuts)
         self.stages_per_rank, self.loss = stages_per_rank, loss
-        _check_options(self)
+        check_pipeline_options(self)
         self._batches = BatchAgreement(different_batches)
         self._grid: tuple[object, PipelineGroups] | None = None
-        self._engine: Engine | None = None
-        self._shared = SharedGroups({}, {})
-        self._places: dict[str, tuple[int, ...]] = {}
-        self._optimizer_names: OptimizerNames | None = None
+        self._staged: StagedModel | None = None
+        self._staged_optimizer: OptimizerNames | None = None
         self._staged_precision: StagedPrecision | None = None
-        self._staged_metrics: StagedMetrics | None = None
-        self._settled = self._reported = self._accumulates = False
+        self._announced = self._accumulates = False
+        self._bubble = ""
         self._resumed_from: Mapping[str, Any] | None = None
-        self._name_of: dict[int, str] = {}
-        self._evaluated = 0
-        self._signature = self._checkpoint.signature
+        self._residual_signature = self._checkpoint.signature
 
     # ---- processes ------------------------------------------------------------------------------------------------
 
@@ -187,9 +185,8 @@ class CommOptPipelineStrategy(CommOptStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._path = self._steps = self._log = None
-            self._optimizer_names, self._resumed_from = None, None
-            self._places, self._name_of, self._reported = {}, {}, False
-        self._engine, self._settled = None, False
+            self._staged_optimizer, self._resumed_from, self._announced, self._bubble = None, None, False, ""
+        self._staged = None
         if self._layer_sync is not None:
             raise PipelineError("`sync_batchnorm=True`: batch norms of a pipeline see microbatches. Leave it out.")
         check_module(module, fitting=fitting)
@@ -202,7 +199,7 @@ class CommOptPipelineStrategy(CommOptStrategy):
             )
         if self.world_size > 1:
             self._uneven.attach(trainer, self._control)
-            self._control.compare(self._fingerprint(module))
+            self._control.compare(fingerprint(self, module) | pipeline_fingerprint(self))
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(module)
         module._device = self.root_device
@@ -211,7 +208,7 @@ class CommOptPipelineStrategy(CommOptStrategy):
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
             names = {id(p): name for name, p in reversed(list(module.named_parameters(remove_duplicate=False)))}
-            self._optimizer_names = OptimizerNames(self.optimizers[0], names) if self.optimizers else None
+            self._staged_optimizer = OptimizerNames(self.optimizers[0], names) if self.optimizers else None
         self.setup_precision_plugin()
         grid = self._groups_of_pipeline
         self._staged_precision = StagedPrecision(
@@ -221,81 +218,57 @@ class CommOptPipelineStrategy(CommOptStrategy):
         if fitting:
             rank_zero_info(self.explain())
 
-    def _fingerprint(self, module: nn.Module) -> dict[str, str]:
-        own = {name: str(getattr(self, name)) for name in ("stages", "microbatches", "schedule", "blocks", "cuts")}
-        own |= {"stages_per_rank": str(self.stages_per_rank), "loss": self.loss}
-        return fingerprint(self, module) | own | {"different_batches": self._batches.policy}
-
-    def _prepare(self, method: str, batch: Any, extra: Sequence[Any]) -> Engine:
+    def _prepare(self, method: str, batch: Any, extra: Sequence[Any]) -> StagedModel:
         """Cut the model, unless it is; decide about parameters outside of blocks once it is known what trains."""
         module = self.lightning_module
         assert module is not None
-        grid = self._groups_of_pipeline
-        if self._engine is None:
+        if self._staged is None:
             module._device = self.root_device
             options = EngineOptions(
                 self.schedule, self._microbatches, self.stages_per_rank, self.cuts, self.loss == "sum"
             )
+            grid, context = self._groups_of_pipeline, self.precision_plugin.forward_context
             seed = self._control.broadcast(torch.initial_seed() % 2**40) + grid.replica
-            engine = Engine(
-                module,
-                self._blocks,
-                options,
-                grid.pipeline,
-                self.root_device,
-                self.precision_plugin.forward_context,
-                seed,
-            )
-            engine.cut(method, batch, extra)
-            self._engine = engine
-            self._staged_metrics = StagedMetrics(
-                module, engine.last_rank, grid.control, grid.data, lambda: engine.in_step
-            )
-            align(engine, grid)
-        if not self._settled and (method == "training_step" or module.trainer.state.fn != TrainerFn.FITTING):
-            self._settle(self._engine, method, batch, extra)
-        return self._engine
+            staged = StagedModel(module, self._blocks, options, grid, self.root_device, context, seed)
+            staged.cut(method, batch, extra)
+            self._staged = staged
+        staged = self._staged
+        if not staged.settled and (method == "training_step" or module.trainer.state.fn != TrainerFn.FITTING):
+            owners = staged.settle(method, batch, extra)
+            if not self._announced:
+                self._announced = True
+                announce(staged.engine, owners)
+            if method == "training_step":
+                self._begin_training(staged)
+        return staged
 
     @property
     def _microbatches(self) -> int:
         return self.microbatches or MICROBATCHES_PER_STAGE * self.ranks_per_pipeline
 
-    def _settle(self, engine: Engine, method: str, batch: Any, extra: Sequence[Any]) -> None:
-        grid = self._groups_of_pipeline
-        owners = engine.settle(method, batch, extra)
-        self._places = {name: tuple(sorted({engine.placement[s] for s in of})) for name, of in owners.items()}
-        self._shared = grid.shared(self._places)
-        partition = engine.partition
-        assert partition is not None
-        names = {id(p): name for name, p in reversed(list(partition.parameters.items()))}
-        self._name_of = {id(p): names[id(p)] for p in partition.owned.values()}
-        self._settled = True
-        if not self._reported:
-            self._reported = True
-            announce(engine, owners)
-        if method != "training_step":
-            return
-        if self._optimizer_names is not None:
-            self._optimizer_names.keep(set(self._name_of))
+    def _begin_training(self, staged: StagedModel) -> None:
+        if self._staged_optimizer is not None:
+            self._staged_optimizer.keep(staged.kept, staged.places)
             _optimizers_to_device(self.optimizers, self.root_device)
-        self._checkpoint.signature = f"{self._signature}, blocks {engine.blocks[0]} cut at {partition.plan.cuts}"
-        if grid.replicas > 1:
-            self._wrap(engine)
+        cuts = staged.partition.plan.cuts
+        self._checkpoint.signature = f"{self._residual_signature}, blocks {staged.engine.blocks[0]} cut at {cuts}"
+        if self._groups_of_pipeline.replicas > 1:
+            self._wrap(staged.engine.trainable)
         if self._resumed_from is not None:
             self._restore_residuals()
 
-    def _wrap(self, engine: Engine) -> None:
+    def _wrap(self, trainable: Mapping[str, Tensor]) -> None:
         """Let DDP exchange gradients between replicas of a stage."""
         module = self.lightning_module
         assert module is not None
-        trains = self._control.all_gather(bool(engine.trainable))
+        trains = self._control.all_gather(bool(trainable))
         without = [rank for rank, any_here in enumerate(trains) if not any_here]
         if without and self._exchanges:
             raise PipelineError(
                 f"No parameter on rank(s) {without} is trainable, and method `{self.compression.name}` has nothing to "
                 "exchange there: choose other `cuts`, or `compression='none'`."
             )
-        if not engine.trainable:
+        if not trainable:
             return
         vars(module)[_STEP] = self._step
         self.model = self._setup_model(module)
@@ -303,10 +276,9 @@ class CommOptPipelineStrategy(CommOptStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        assert self._engine is not None
-        assert self._engine.partition is not None
+        assert self._staged is not None
         self._wrapped = Trainable(model)
-        ignored = list(self._engine.partition.dummies)
+        ignored = list(self._staged.partition.dummies)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         wrapper = PinnedDDP if self._exchanges else DistributedDataParallel
         devices, group = self.determine_ddp_device_ids(), self._groups_of_pipeline.data
@@ -314,15 +286,14 @@ class CommOptPipelineStrategy(CommOptStrategy):
 
     def _counts_here(self, parameter: Tensor) -> bool:
         """Whether this rank counts a parameter in the norm of the whole model."""
-        name = self._name_of.get(id(parameter))
-        return name is not None and self._shared.counts_here(name, self._groups_of_pipeline.place)
+        return self._staged is not None and self._staged.counts_here(parameter)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._engine is not None and self._settled:
-            self._engine.check_unchanged()
+        if self._staged is not None and self._staged.settled:
+            self._staged.engine.check_unchanged()
         super().on_train_batch_start(batch, batch_idx)
 
     @override
@@ -342,28 +313,13 @@ class CommOptPipelineStrategy(CommOptStrategy):
         return output
 
     def _step(self, batch: Any, *extra: Any) -> Any:
-        """Run all microbatches forwards and backwards, and return a loss that gives gradients when asked."""
-        module, engine = self.lightning_module, self._engine
+        module, staged = self.lightning_module, self._staged
         assert module is not None
-        assert engine is not None
+        assert staged is not None
         assert self._staged_precision is not None
         scale = self._staged_precision.scale / module.trainer.accumulate_grad_batches
-        gradients, recorder = engine.train(batch, extra, scale, self._batch_number)
-        for place, (name, parameter) in enumerate(engine.trainable.items()):
-            gradient = gradients[place]
-            if (group := self._shared.group_of(name)) is not None:
-                gradient = torch.zeros_like(parameter) if gradient is None else gradient
-                dist.all_reduce(gradient, group=group)
-            elif gradient is None and isinstance(self.model, DistributedDataParallel):
-                gradient = torch.zeros_like(parameter)
-            gradients[place] = gradient
-        output = self._relayed(recorder)
-        loss = output["loss"] if isinstance(output, dict) else output
-        parameters: list[Tensor] = list(engine.trainable.values())
-        if not parameters:
-            parameters, gradients = [torch.zeros((), requires_grad=True)], [None]
-        proxy = replay(loss.to(self.root_device), parameters, gradients, scale)
-        return {**output, "loss": proxy} if isinstance(output, dict) else proxy
+        fill = isinstance(self.model, DistributedDataParallel)
+        return staged.train(batch, extra, scale, self._batch_number, fill=fill)
 
     @property
     def _batch_number(self) -> int:
@@ -371,27 +327,11 @@ class CommOptPipelineStrategy(CommOptStrategy):
         assert self.lightning_module is not None
         return self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx
 
-    def _relayed(self, recorder: StepRecorder) -> Any:
-        """Log on every rank what the last stage logged, and return what it returned."""
-        engine, control = self._engine, self._groups_of_pipeline.control
-        assert engine is not None
-        assert self.lightning_module is not None
-        payload = (recorder.logged(), recorder.output()) if engine.is_last else None
-        told = control.broadcast(move_data_to_device(payload, torch.device("cpu")), engine.last_rank)
-        assert told is not None
-        logged, output = told
-        log_again(self.lightning_module, logged, has_state=engine.is_last)
-        return move_data_to_device(output, self.root_device)
-
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        engine = self._engine
-        if engine is not None and self._groups_of_pipeline.replicas > 1 and not self._accumulates:
-            # the means over replicas of a shared parameter may differ between stages in the last bit, or much
-            for name, parameter in engine.trainable.items():
-                if (group := self._shared.group_of(name)) is not None and parameter.grad is not None:
-                    dist.broadcast(parameter.grad, group=group, group_src=0)
+        if self._staged is not None and self._groups_of_pipeline.replicas > 1 and not self._accumulates:
+            self._staged.align_gradients()
         return loss
 
     @contextmanager
@@ -416,26 +356,15 @@ class CommOptPipelineStrategy(CommOptStrategy):
 
     @override
     def _nonfinite_names(self, path: GradientPath) -> list[str]:
-        everywhere = self._groups_of_pipeline.control.all_gather(path.nonfinite_parameters())
-        return [name for names in everywhere for name in names]
+        return nonfinite_everywhere(path, self._groups_of_pipeline.control)
 
     @override
     def _raise_if_nonfinite(self, path: GradientPath) -> None:
-        if not (bad := self._nonfinite_names(path)):
-            return
-        path.clear_nonfinite()
-        here = self._control.all_gather(path.nonfinite_parameters(here=True))
-        ranks = [rank for rank, names in enumerate(here) if bad[0] in names]
-        raise FloatingPointError(
-            f"The gradient of `{bad[0]}` is not finite on rank(s) {ranks} in round {path.rounds}. Lower the learning "
-            "rate or clip gradients, or choose `nonfinite='skip'` to skip such steps, 'propagate' to let them through."
-        )
+        raise_together(path, self._groups_of_pipeline.control, self._control)
 
     def _evaluate(self, method: str, args: Any, kwargs: Any) -> Any:
         batch, extra = self._agreed(method, args, kwargs)
-        engine = self._prepare(method, batch, extra)
-        self._evaluated += 1
-        return self._relayed(engine.evaluate(method, batch, extra, self._evaluated))
+        return self._prepare(method, batch, extra).evaluate(method, batch, extra)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -463,28 +392,22 @@ class CommOptPipelineStrategy(CommOptStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.watch is not None:
             self.watch.enter(Phase.CHECKPOINT)
-        module, engine, grid = self.lightning_module, self._engine, self._groups_of_pipeline
-        assert module is not None
-        state = module.state_dict()
-        if engine is None or engine.partition is None:
+        assert self.lightning_module is not None
+        if self._staged is None:
+            state: dict[str, Any] = self.lightning_module.state_dict()
             return state
-        if grid.replica or self._is_leaving:
-            return {}
-        owners = engine.state_owners()
-        return stream(
-            engine.partition.state_keys, lambda k: engine.placement[owners[k]], state.__getitem__, grid.control
-        )
+        return {} if self._groups_of_pipeline.replica or self._is_leaving else self._staged.state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         grid = self._groups_of_pipeline
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        if not self._places or self._optimizer_names is None:
+        if self._staged_optimizer is None or not self._staged_optimizer.is_staged:
             return super().optimizer_state(optimizer)
         if grid.replica or self._is_leaving:
             return {}
-        return self._optimizer_names.state_dict(lambda name: self._places[name][0], grid.control)
+        return self._staged_optimizer.state_dict(grid.control)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: "str | Path", storage_options: Any = None) -> None:
@@ -529,23 +452,24 @@ class CommOptPipelineStrategy(CommOptStrategy):
             source.compare_waiting(self._groups_of_pipeline.data_control.all_gather)
         return self._control.all_gather(self.comm_stats())
 
+    def bubble_report(self) -> str:
+        """Return how long stages waited for each other in the last steps of this fit, and what would be better.
+
+        The bubble as it was measured, as it would be with the measured times of stages and no other delay, and with
+        equal stages; the stage that takes longest, and better ``cuts``. Empty before the third step. A collective: call
+        it on all ranks. At the end of a fit it is printed, and from then on :meth:`explain` tells it.
+        """
+        if self._staged is not None and self._staged.settled:
+            self._bubble = self._staged.bubble()
+        return self._bubble
+
     @override
     def explain(self) -> str:
-        ranks = self.ranks_per_pipeline
-        replicas = self.world_size // ranks
-        exchange = (
-            "one replica"
-            if replicas == 1
-            else f"{replicas} replicas, whose gradients are exchanged by method `{self.compression!r}`"
-        )
-        return (
-            f"commopt: pipeline of {ranks} ranks under schedule `{self.schedule}` with {self._microbatches} "
-            f"microbatches; {exchange}."
-        )
+        return " ".join(filter(None, (explain_pipeline(self), self._bubble)))
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        runtime = dict.fromkeys(("_grid", "_engine", "_optimizer_names", "_staged_precision", "_staged_metrics"))
+        runtime = dict.fromkeys(("_grid", "_staged", "_staged_optimizer", "_staged_precision"))
         return super().__getstate__() | runtime
 
     def __repr__(self) -> str:
@@ -556,37 +480,17 @@ class CommOptPipelineStrategy(CommOptStrategy):
     @override
     def teardown(self) -> None:
         """Give the module its weights back, on the CPU of every rank."""
-        engine, module = self._engine, self.lightning_module
+        staged, module = self._staged, self.lightning_module
         assert module is not None
-        if self._staged_metrics is not None:
-            self._staged_metrics.close()
-            self._staged_metrics = None
         if self._staged_precision is not None:
             self._staged_precision.close()
             self._staged_precision = None
-        if engine is not None and engine.partition is not None:
+        if staged is not None:
             vars(module).pop(_STEP, None)
             self.model = module
             failed = self.watch is not None and self.watch.knows_of_a_failure
-            collect(engine, self._groups_of_pipeline, alone=failed)
-        self._engine = None
+            if not failed and module.trainer.state.fn == TrainerFn.FITTING and self.bubble_report():
+                rank_zero_info(f"commopt: {self._bubble}")
+            staged.close(alone=failed)
+        self._staged = None
         super().teardown()
-
-
-def _check_options(strategy: CommOptPipelineStrategy) -> None:
-    """Refuse options that are out of bounds, or that a pipeline cannot honour."""
-    for name in ("stages", "microbatches"):
-        value = getattr(strategy, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"`{name}={value!r}` must be an int of at least 1, or None.")
-    if strategy.loss not in get_args(Literal["mean", "sum"]):
-        raise ValueError(f"`loss={strategy.loss!r}` must be 'mean' or 'sum'.")
-    schedule_named(strategy.schedule, 2, 2, strategy.stages_per_rank)
-    if strategy._ddp_kwargs.get("static_graph"):
-        raise ValueError(
-            "`static_graph` cannot be combined with a pipeline, whose gradients DDP sees once. Leave it out."
-        )
-    if strategy.hierarchy not in ("auto", False):
-        raise ValueError(f"`hierarchy={strategy.hierarchy}` is not available in a pipeline: leave it out.")
-    if strategy._uneven.policy == "join":
-        raise ValueError("`uneven='join'` is not available in a pipeline: choose 'error' or 'trim'.")

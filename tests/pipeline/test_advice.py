@@ -5,8 +5,8 @@ import pytest
 from lightning_commopt.pipeline import Action, Kind, Schedule, StageCost, one_f_one_b, schedule_named
 from lightning_commopt.pipeline.advice import advise
 from lightning_commopt.pipeline.bubble_report import bubble_report
-from lightning_commopt.pipeline.measured import MeasuredStep, stage_costs
-from lightning_commopt.pipeline.runner import Timed
+from lightning_commopt.pipeline.measured import MeasuredStep, stage_costs, typical_step
+from lightning_commopt.pipeline.timing import Timed, TimedStep
 
 SCHEDULE = one_f_one_b(2, 8)
 
@@ -81,3 +81,17 @@ def test_report() -> None:
     assert "`1f1b` with 8 microbatches: 36.5% of a step of 56.7 ms (by rank: 57.6%, 15.3%)" in text
     assert "alone it would be 29.4%, with equal stages 11.1%" in text
     assert "Stage 1 is the heaviest with 6 ms a microbatch (mean 4.5 ms); bubble 29.4%. `cuts=[3]`" in text
+
+
+def test_the_median_of_full_steps_is_typical() -> None:
+    """A partial batch has fewer microbatches; a step lasts until its last rank has ended."""
+    ranks = [[(8, 3.0), (2, 0.1), (8, 1.0), (8, 2.0)], [(8, 3.0), (2, 0.1), (8, 9.0), (8, 2.5)]]
+    by_rank = [
+        [TimedStep(m, (Timed(Action(Kind.FORWARD, rank, 0), 0.0, seconds),), seconds) for m, seconds in steps]
+        for rank, steps in enumerate(ranks)
+    ]
+    found = typical_step(by_rank)
+    assert found is not None
+    assert (found[0], found[1].step) == (8, 3.0)
+    assert [timeline[0].end for timeline in found[1].timelines] == [3.0, 3.0]
+    assert typical_step([[], []]) is None

@@ -8,8 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 
-from lightning_commopt.pipeline import precision
-from lightning_commopt.strategies import pipeline
+from lightning_commopt.pipeline import precision, staged
 from tests.pipeline.toy import Chain, Outcome, TinyGPT, alone, batches, distance, piped, tokens
 from tests.pool import WorkerPool
 
@@ -80,11 +79,11 @@ def test_norm_of_all_stages(pool: WorkerPool) -> None:
 
 def no_shared_sum() -> Outcome:
     """Stages do not add their gradients of shared parameters."""
-    summed, pipeline.dist.all_reduce = dist.all_reduce, lambda *args, **kwargs: None
+    summed, staged.dist.all_reduce = dist.all_reduce, lambda *args, **kwargs: None
     try:
         return piped(gpt, tokens, {"microbatches": 4})
     finally:
-        pipeline.dist.all_reduce = summed
+        staged.dist.all_reduce = summed
 
 
 def clipped_by_stage() -> Outcome:
