@@ -202,9 +202,10 @@ def summary_on_a_slow_link() -> CommSummary | None:
     """Train where messages take 50 ms longer, on all ranks alike."""
     wait = Travelling.wait
 
-    def slow(self: Travelling) -> None:
-        wait(self)
+    def slow(self: Travelling) -> bool:
         time.sleep(0.05)
+        wait(self)
+        return True
 
     Travelling.wait = slow  # type: ignore[method-assign]
     return fit("commopt_int8")[1].summary
@@ -218,6 +219,30 @@ def test_time_on_a_slow_link_is_communication(pool: WorkerPool) -> None:
     assert min(rank.exposed_comm_ms for rank in summary.by_rank) > 25
     assert summary.advice.bound_by == "communication"
     assert "`int4` instead of `int8`" in summary.advice.sentence
+
+
+class SlowBackward(Net):
+    """Takes 100 ms between its two buckets."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.layers[0](batch + torch.rand(()))
+        hidden.register_hook(lambda gradient: time.sleep(0.1))
+        loss: Tensor = self.layers[2](self.layers[1](hidden)).square().mean()
+        return loss
+
+
+def summary_with_hidden_messages() -> CommSummary | None:
+    """Train with a bucket that is there long before the next one."""
+    return fit(CommOptStrategy("int8", bucket_cap_mb=0.005), net=SlowBackward())[1].summary
+
+
+def test_what_arrived_long_ago_did_not_travel_so_long(pool: WorkerPool) -> None:
+    summary = pool.run(summary_with_hidden_messages, 2)[0]
+    assert summary is not None
+    assert summary.step_ms is not None
+    assert summary.step_ms > 100
+    assert summary.transfer_ms is not None
+    assert summary.transfer_ms < 60
 
 
 def test_exact_times_are_complete(pool: WorkerPool) -> None:

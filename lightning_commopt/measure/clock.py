@@ -21,6 +21,14 @@ class Clock(ABC):
         """Return the later of two marks; on CUDA, whose collectives follow each other, the first."""
         return mark
 
+    def known_ms(self, start: Any, end: Any) -> float | None:
+        """Return the milliseconds between two marks where they are known at once, else None."""
+        return None
+
+    def after(self, mark: Any, ms: float) -> Any:
+        """Return the mark so many milliseconds after one; on CUDA, where nobody asks, the mark."""
+        return mark
+
     @abstractmethod
     def elapsed_ms(self, start: Any, end: Any) -> float:
         """Return the milliseconds between two marks, waiting until both have passed."""
@@ -36,6 +44,14 @@ class CpuClock(Clock):
     @override
     def later(self, mark: float, other: float) -> float:
         return max(mark, other)
+
+    @override
+    def known_ms(self, start: float, end: float) -> float:
+        return self.elapsed_ms(start, end)
+
+    @override
+    def after(self, mark: float, ms: float) -> float:
+        return mark + ms / 1e3
 
     @override
     def elapsed_ms(self, start: float, end: float) -> float:

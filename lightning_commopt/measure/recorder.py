@@ -1,5 +1,6 @@
 """Times and counts of the gradient exchange, as they happen."""
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -54,7 +55,8 @@ class Recorder:
         self.wait_ms: float | None = None
         self.timeline: Timeline | None = None
         self._thread = threading.local()
-        self._arrived: Any = None  # when the last collective was through
+        self._arrived: Any = None  # when the last collective that was waited for was through
+        self._ms_per_byte = math.inf  # at the best rate so far
         self._spans: deque[tuple[str, Any, Any]] = deque()
         self._uncompared: deque[float] = deque(maxlen=_KEPT)
 
@@ -79,18 +81,28 @@ class Recorder:
         if len(self._spans) > 10 * _KEPT:
             self.settle()
 
-    def arrived(self, begun: Any) -> None:
-        """Add a collective that is through now.
+    def arrived(self, begun: Any, nbytes: int, *, awaited: bool) -> None:
+        """Add a collective that is through.
 
-        Several may be under way, one behind the other: each counts from when the one before it was through.
+        Several may be under way, one behind the other: each counts from when the one before it was through. When one
+        arrived that nobody waited for is not known; it counts as long as its bytes take at the best rate so far.
 
         Args:
             begun: Mark of when it was issued.
+            nbytes: What this rank sent.
+            awaited: Whether it was waited for, and is through just now.
 
         """
         start = begun if self._arrived is None else self.clock.later(begun, self._arrived)
-        self._arrived = self.clock.mark()
-        self.add("collective", start, self._arrived)
+        end = self.clock.mark()
+        elapsed_ms = self.clock.known_ms(start, end)
+        if awaited:
+            self._arrived = end
+            if elapsed_ms and nbytes:
+                self._ms_per_byte = min(self._ms_per_byte, elapsed_ms / nbytes)
+        elif elapsed_ms is not None:
+            end = self.clock.after(start, min(elapsed_ms, self._ms_per_byte * nbytes))
+        self.add("collective", start, end)
 
     def settle(self) -> None:
         """Turn marks into times; waits for the device where marks have not passed yet."""

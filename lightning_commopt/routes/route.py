@@ -110,9 +110,10 @@ class Route(ABC):
         """Begin a collective, yield while it is under way, and return when it is through."""
         begun = self.recorder.clock.mark()
         travelling = begin(*rows)
+        nbytes = self.transport.issued[-1].sent_bytes
         yield
-        travelling.wait()
-        self.recorder.arrived(begun)
+        awaited = travelling.wait()
+        self.recorder.arrived(begun, nbytes, awaited=awaited)
 
     def messages(self, name: str, count: int, form: MessageFormat) -> MessageRows:
         """Return ``count`` messages in the working memory ``name``, content undefined."""

@@ -72,10 +72,11 @@ def predict(profile: ComputeProfile, link: Link, plan: Plan) -> Prediction:
     """Return what a step will take.
 
     Buckets become ready at ``r_j`` and are exchanged one after the other; each takes ``C_j`` in the codec and ``W_j``
-    on the wire. Computing is delayed by what codec and network take from its core::
+    on the wire. What codec and network take from the core that computes, ``D_j = contention C_j + stolen_j``, delays
+    computing, and with it every later bucket::
 
-        E_j = max(r_j, E_{j-1}) + C_j + W_j
-        T   = T_fwd + T_opt + max(E_K, T_bwd + sum_j (contention C_j + stolen_j))
+        E_j = max(r_j + sum_{i<j} D_i, E_{j-1}) + C_j + W_j
+        T   = T_fwd + T_opt + max(E_K, T_bwd + sum_j D_j)
 
     Where codec and wire overlap, ``E_K`` is the end of the same work in the order in which the engine does it
     (:func:`last_end_overlapped_ms`).
@@ -87,11 +88,15 @@ def predict(profile: ComputeProfile, link: Link, plan: Plan) -> Prediction:
 
     """
     total, costs = sum(plan.bucket_numels), bucket_costs(link, plan)
-    ready = [profile.ready_ms(there, total) for there in accumulate(plan.bucket_numels)]
+    taken = [profile.contention * cost.codec_ms + cost.stolen_ms for cost in costs]
+    delays = accumulate(taken[:-1], initial=0.0)
+    ready = [
+        profile.ready_ms(there, total) + delay
+        for there, delay in zip(accumulate(plan.bucket_numels), delays, strict=True)
+    ]
     overlaps = plan.overlapped and not isinstance(plan.method, Uncompressed)
     end = (last_end_overlapped_ms if overlaps else last_end_ms)(ready, [cost.legs for cost in costs])
-    taken = sum(profile.contention * cost.codec_ms + cost.stolen_ms for cost in costs)
-    step_ms = profile.forward_ms + profile.optimizer_ms + max(end, profile.backward_ms + taken)
+    step_ms = profile.forward_ms + profile.optimizer_ms + max(end, profile.backward_ms + sum(taken))
     return Prediction(
         step_ms=step_ms,
         exposed_ms=step_ms - profile.step_ms,
