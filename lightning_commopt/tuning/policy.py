@@ -18,6 +18,9 @@ class AutoPolicy:
     that hides the communication: none, bf16, int8, int4. It checks the gain and the error of what it took, and looks
     again when the bandwidth moves and at intervals.
 
+    Where the exchange is hierarchical, it is not compared with a flat one: that would take further process groups, and
+    a flat one sends as many times more between nodes as a node has ranks. ``hierarchy=False`` is the way to have it.
+
     Args:
         allow: Methods of loss-safety class C that it may take too: some of ``"onebit"``, ``"topk"``, ``"powersgd"``.
             The error budget does not hold for them.

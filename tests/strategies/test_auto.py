@@ -25,6 +25,8 @@ from tests.pool import WorkerPool
 from tests.strategies.toy import SMALL_BUCKETS, Batch, Fit, Regression, batches, fit
 
 BYTES_PER_SECOND = 1e6
+INSIDE_NODES: list[list[int]] = []
+"""Ranks between which messages take no time."""
 STEPS = 30
 LENIENT = AutoPolicy(error_budget=0.9)
 
@@ -35,7 +37,8 @@ def plant_slow_messages() -> None:
 
     def slow_exchange(self: GlooTransport, send: Sequence[Tensor], receive: Tensor) -> Travelling:
         travelling = exchange(self, send, receive)
-        time.sleep(send[0].nbytes * (self.world - 1) / BYTES_PER_SECOND)
+        if dist.get_process_group_ranks(self.group) not in INSIDE_NODES:
+            time.sleep(send[0].nbytes * (self.world - 1) / BYTES_PER_SECOND)
         return travelling
 
     def slow_all_reduce(*args: Any) -> link_probe._Way:
@@ -68,6 +71,11 @@ def plant_slow_reducer() -> None:
 def plant_dense_bucket() -> None:
     """Let the first bucket count as hidden."""
     choosing.dense_buckets = lambda evidence, choice, before=0: 1
+
+
+def plant_nodes() -> None:
+    """Let messages be slow only between nodes of two ranks."""
+    INSIDE_NODES.extend([[0, 1], [2, 3]])
 
 
 def plant_unseen_bandwidth() -> None:
@@ -175,6 +183,21 @@ def test_a_slow_link_gets_a_method(pool: WorkerPool, world: int) -> None:
         assert "measured" in ran.fit.explain
     assert pool.output[0].count("predicted") >= 2
     assert "commopt auto" not in pool.output[1]
+
+
+def test_between_nodes(pool: WorkerPool) -> None:
+    plants = (plant_slow_messages, plant_slow_reducer, plant_nodes, plant_dense_bucket)
+    ranks = pool.run(run_auto, 4, LENIENT, plants, strategy={**SMALL_BUCKETS, "hierarchy": 2})
+    assert_alike(ranks)
+    assert ranks[0].methods[-1] in ("int8", "int4")
+    assert "Mbit/s between nodes" in ranks[0].decisions[-1].reason
+    for ran in ranks:
+        stats = ran.fit.stats
+        assert stats is not None
+        assert stats.promised.total == stats.sent_bytes
+        assert stats.promised.inside_node > 0
+        assert "hierarchical: full precision inside 2 nodes of 2 ranks" in ran.fit.explain
+        assert "the first 1 of 3 buckets stay dense" in ran.fit.explain
 
 
 def test_hidden_buckets_stay_dense(pool: WorkerPool) -> None:
