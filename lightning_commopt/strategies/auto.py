@@ -9,13 +9,11 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compression import Uncompressed, method_named
 from lightning_commopt.measure import CommStats
 from lightning_commopt.routes import Topology
 from lightning_commopt.strategies.preflight import check_model, refuse_ddp_options
-from lightning_commopt.strategies.rewrap import wrap_again
+from lightning_commopt.strategies.switch import Switch
 from lightning_commopt.tuning import (
     AutoPolicy,
     Choice,
@@ -59,25 +57,21 @@ class Auto:
         self.blocked = ""
         """Why nothing can be chosen; empty where something can."""
         self._strategy = strategy
-        self._own_arguments = dict(strategy._ddp_kwargs)
-        self._own_nonfinite = strategy.nonfinite
+        self._switch = Switch(strategy, policy.cosine_every)
         self._saved: Mapping[str, Any] | None = None
         self._pending: Choice | None = None  # waits for a dense exchange that clears residuals
-        self._retired: CommStats | None = None
-        self._dense_buckets = 0
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin a fit: with what a checkpoint says is in force, else with DDP's own reducer. Before wrapping."""
-        self.tuner, self._pending, self._retired = None, None, None
+        self.tuner, self._pending = None, None
         if self._saved and self._saved["in_force"]["method"] not in ("none", *self.policy.methods):
             rank_zero_warn(
                 f"The checkpoint was written under `{self._saved['in_force']['method']}`, which may not be taken now."
             )
             self._saved = None
-        choice = Choice(**self._saved["in_force"]) if self._saved else Choice()
-        self._put_in_force(choice)
+        self._switch.begin(Choice(**self._saved["in_force"]) if self._saved else Choice())
 
     def start(self) -> None:
         """Measure the links. After wrapping; a collective."""
@@ -94,8 +88,8 @@ class Auto:
             return
         world = dist.group.WORLD
         assert world is not None
-        self._equip_path()
-        fixed = self._own_arguments.get("bucket_cap_mb", 25.0 if _is_compiled(module) else None)
+        self._switch.equip_path()
+        fixed = self._switch.own_arguments.get("bucket_cap_mb", 25.0 if _is_compiled(module) else None)
         self.tuner = Tuner(
             policy,
             strategy._control,
@@ -111,7 +105,7 @@ class Auto:
                 self._saved["tuner"] | {"same_world": self._saved["world"] == strategy.world_size}
             )
             chosen = self.tuner.state.choice
-            self._pending = chosen if chosen != Choice(**self._saved["in_force"]) else None
+            self._pending = chosen if chosen != self._switch.choice else None
             self._saved = None
         if strategy._log is not None and strategy.root_device.type == "cpu":
             strategy._log.sample_often()
@@ -127,7 +121,7 @@ class Auto:
             policy.methods,
             topology.nodes if topology.hierarchical else strategy.world_size,
             topology.ranks_per_node if topology.hierarchical else 1,
-            shadow=may_skip or bool(self._own_arguments.get("find_unused_parameters")),
+            shadow=may_skip or bool(self._switch.own_arguments.get("find_unused_parameters")),
         )
 
     def follow(self, module: nn.Module) -> None:
@@ -158,7 +152,7 @@ class Auto:
         if self._pending is not None:
             if path is None or not path.dense:
                 pending, self._pending = self._pending, None
-                self._switch(pending)
+                self._switch.put_in_force(pending)
             return
         decided = len(self.tuner.state.decisions)
         choice = self.tuner.before_step()
@@ -166,11 +160,11 @@ class Auto:
             rank_zero_info(f"commopt auto, after {self.tuner.rounds} exchanges: {self.tuner.words()}.")
         if choice is None:
             return
-        if path is not None and not self._keeps_residuals(choice):
+        if path is not None and not self._switch.keeps_residuals(choice):
             path.flush(len(self._strategy.optimizers))
             self._pending = choice
         else:
-            self._switch(choice)
+            self._switch.put_in_force(choice)
 
     def backward_begins(self) -> None:
         """A synchronising backward begins."""
@@ -182,74 +176,11 @@ class Auto:
         if self.tuner is not None:
             self.tuner.backward_ended()
 
-    def _keeps_residuals(self, choice: Choice) -> bool:
-        """Whether the next method can take over what this one owes: it owes too, for the same parameters."""
-        new, old, path = method_named(choice.method), self._strategy.compression, self._strategy._path
-        if new == old:
-            return True
-        if path is None or path.node is not None or not new.error_feedback:
-            return False
-        return all(new.travels_exactly(p.shape) == old.travels_exactly(p.shape) for p in path.parameters.values())
-
-    def _switch(self, choice: Choice) -> None:
-        """Put a choice in force: in the path that is there, or by wrapping the module again."""
-        strategy, path = self._strategy, self._strategy._path
-        method = method_named(choice.method)
-        if path is not None and not isinstance(method, Uncompressed):
-            self._put_in_force(choice)
-            if method != path.method:
-                path.switch(method)
-        else:
-            if path is not None:
-                self._retire(path.stats())
-                path.close()
-                strategy._path = None
-            elif strategy._log is not None:
-                self._retire(strategy._log.stats())
-                strategy._log.close()
-                strategy._log = None
-            if strategy._reached is not None:
-                strategy._reached.close()
-                strategy._reached = None
-            self._put_in_force(choice)
-            assert isinstance(strategy.model, DistributedDataParallel)
-            assert strategy.lightning_module is not None
-            wrap_again(strategy, strategy.lightning_module)
-        self._equip_path()
-        if strategy._path is not None:
-            strategy._path.error_due = True
-            strategy._path.termination.asked = strategy._sigterm is not None and strategy._sigterm.asked
-        elif strategy._log is not None and strategy.root_device.type == "cpu":
-            strategy._log.sample_often()
-
-    def _equip_path(self) -> None:
-        """Tell the gradient path what goes beyond a method."""
-        path = self._strategy._path
-        if path is not None:
-            path.dense_buckets = self._dense_buckets
-            path.mean_check.every = self.policy.cosine_every
-
-    def _put_in_force(self, choice: Choice) -> None:
-        """Set the strategy's options to what a choice means."""
-        strategy, method = self._strategy, method_named(choice.method)
-        strategy.compression = method
-        self._dense_buckets = choice.dense_buckets
-        strategy.start_step = 0
-        strategy.nonfinite = "error" if method.error_feedback else self._own_nonfinite
-        size = (
-            {} if choice.bucket_mb is None or isinstance(method, Uncompressed) else {"bucket_cap_mb": choice.bucket_mb}
-        )
-        strategy._ddp_kwargs = self._own_arguments | size
-        strategy._checkpoint.signature = strategy._signature()
-
     # ---- what happened --------------------------------------------------------------------------------------------
 
     def with_retired(self, stats: CommStats) -> CommStats:
         """Add what was exchanged before the module was wrapped again."""
-        return stats if self._retired is None else self._retired + stats
-
-    def _retire(self, stats: CommStats) -> None:
-        self._retired = self.with_retired(stats)
+        return self._switch.with_retired(stats)
 
     def _observe(self) -> Observed:
         """Return what is known of the exchange in force. A collective."""
@@ -261,13 +192,10 @@ class Auto:
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Put the decisions into a checkpoint."""
         if self.tuner is not None and "optimizer_states" in checkpoint:
-            in_force = self.tuner.state.decisions[-1].choice if self.tuner.state.decisions else Choice()
-            if self._pending is not None:
-                in_force = Choice(self._strategy.compression.name, in_force.bucket_mb, self._dense_buckets)
             checkpoint[KEY] = {
                 "version": 1,
                 "world": self._strategy.world_size,
-                "in_force": asdict(in_force),
+                "in_force": asdict(self._switch.choice),
                 "tuner": self.tuner.state_dict(),
             }
 

@@ -18,12 +18,16 @@ class AutoPolicy:
     that hides the communication: none, bf16, int8, int4. It checks the gain and the error of what it took, and looks
     again when the bandwidth moves and at intervals.
 
+    Where the exchange is hierarchical, it is not compared with a flat one: that would take further process groups, and
+    a flat one sends as many times more between nodes as a node has ranks. ``hierarchy=False`` is the way to have it.
+
     Args:
         allow: Methods of loss-safety class C that it may take too: some of ``"onebit"``, ``"topk"``, ``"powersgd"``.
             The error budget does not hold for them.
         harshest: The harshest of ``"none"``, ``"bf16"``, ``"int8"``, ``"int4"`` that it may take.
         error_budget: Largest ``||decoded - input|| / ||input||`` of a bucket in one round. Beyond it a milder method is
-            taken. int4 has 0.12 to 0.17, int8 about 0.007.
+            taken. int8 has about 0.007; int4 has 0.12 to 0.16 in buckets of 25 MB, and up to 0.20 in small ones, which
+            may be a single matrix, once the loss is near its end.
         min_gain: Part of a dense step that a method must save.
         measure_steps: Steps to measure before the choice, after a first one.
         check_every: Exchanges between two checks of error, gain and bandwidth.

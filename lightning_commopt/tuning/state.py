@@ -9,6 +9,7 @@ from lightning_commopt.tuning.policy import AutoPolicy
 
 __all__ = ["AutoState"]
 
+_FAR_OFF = 1.25  # times the predicted step
 _AT_ONCE = 3.0  # times a step's compute that the wire takes, beyond which nothing else need be known
 
 
@@ -21,6 +22,7 @@ class AutoState:
         decisions: All so far.
         beyond_budget: Methods whose error was beyond the budget.
         lost: Methods that won nothing on the present link.
+        compresses_all: Whether no bucket may stay dense, since a step with such buckets took far longer than predicted.
 
     """
 
@@ -28,6 +30,7 @@ class AutoState:
     decisions: tuple[Decision, ...] = ()
     beyond_budget: frozenset[str] = frozenset()
     lost: frozenset[str] = frozenset()
+    compresses_all: bool = False
 
     def with_decision(self, decision: Decision) -> "AutoState":
         """Return the state after a decision."""
@@ -62,6 +65,8 @@ class AutoState:
         options = considered(policy, evidence, self.beyond_budget | self.lost, self.choice.bucket_mb)
         is_chosen = any(decision.predictions for decision in self.decisions)
         choice = choose(policy, evidence, options, InForce(self.choice, is_chosen))
+        if self.compresses_all:
+            choice = replace(choice, dense_buckets=0)
         predicted = evidence.of(choice)
         table = tuple((word, option.bucket_mb, told.step_ms) for word, (option, told) in options.items())
         reason = f"{why}; " if why else ""
@@ -71,7 +76,7 @@ class AutoState:
         return self.with_decision(Decision(step, choice, reason, predicted.step_ms, dense.step_ms, table))
 
     def gain_measured(self, policy: AutoPolicy, dense_ms: float | None, step_ms: float, step: int) -> "AutoState":
-        """Take a choice back that does not save at least half of what is worth it.
+        """Take a choice back that does not save at least half of what is worth it, and dense buckets that cost much.
 
         Args:
             policy: What the user wants.
@@ -81,11 +86,24 @@ class AutoState:
 
         """
         method = self.choice.method
-        if method == "none" or dense_ms is None or step_ms < (1 - policy.min_gain / 2) * dense_ms:
+        if method == "none":
             return self
+        if dense_ms is None or step_ms < (1 - policy.min_gain / 2) * dense_ms:
+            return self._dense_buckets_checked(step_ms, step)
         reason = f"{method} took {step_ms:.0f} ms a step where dense took {dense_ms:.0f} ms: taken back"
         taken_back = replace(self, lost=self.lost | {method})
         return taken_back.with_decision(Decision(step, Choice(), reason, dense_ms, dense_ms))
+
+    def _dense_buckets_checked(self, step_ms: float, step: int) -> "AutoState":
+        """Compress all buckets where a step with dense ones took far longer than predicted: they are not hidden."""
+        last = self.decisions[-1]
+        if not self.choice.dense_buckets or not last.predicted_ms or step_ms <= _FAR_OFF * last.predicted_ms:
+            return self
+        choice = replace(self.choice, dense_buckets=0)
+        predicted_ms = next((ms for word, _, ms in last.predictions if word == choice.method), last.predicted_ms)
+        reason = f"a step took {step_ms:.0f} ms where {last.predicted_ms:.0f} ms were predicted: no bucket stays dense"
+        checked = replace(self, compresses_all=True)
+        return checked.with_decision(replace(last, step=step, choice=choice, reason=reason, predicted_ms=predicted_ms))
 
     def error_measured(self, policy: AutoPolicy, error: float | None, cosine: float | None, step: int) -> "AutoState":
         """Step back to a milder method where the error is beyond the budget.
@@ -118,7 +136,7 @@ class AutoState:
 
     def link_moved(self) -> "AutoState":
         """Forget what was lost on the link as it was."""
-        return replace(self, lost=frozenset())
+        return replace(self, lost=frozenset(), compresses_all=False)
 
     def _next_milder(self, policy: AutoPolicy) -> tuple[Choice, float, float]:
         """Return the harshest method that is still allowed and milder, if it was predicted to win anything."""

@@ -283,6 +283,7 @@ class Tuner:
             "decisions": [decision.to_dict() for decision in self.state.decisions],
             "beyond_budget": sorted(self.state.beyond_budget),
             "lost": sorted(self.state.lost),
+            "compresses_all": self.state.compresses_all,
             "phase": self._phase,
             "since": self._since,
             "pause": self._pause,
@@ -296,7 +297,8 @@ class Tuner:
         past = tuple(decision for decision in decisions if decision.step <= self.rounds)
         self.replayed = decisions[len(past) :]
         choice = past[-1].choice if past else Choice()
-        self.state = AutoState(choice, past, frozenset(saved["beyond_budget"]), frozenset(saved["lost"]))
+        barred = frozenset(saved["beyond_budget"]), frozenset(saved["lost"])
+        self.state = AutoState(choice, past, *barred, saved.get("compresses_all", False))
         self._phase, self._since, self._pause = saved["phase"], saved["since"], saved["pause"]
         self._looked = saved.get("looked", self.rounds)
         if not saved.get("same_world", True):  # what was measured holds no longer; what is in force stays until it is

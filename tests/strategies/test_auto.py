@@ -19,12 +19,23 @@ from lightning_commopt import AutoPolicy, CommOptStrategy
 from lightning_commopt.routes import GlooTransport
 from lightning_commopt.routes.transport import Travelling
 from lightning_commopt.strategies import auto
-from lightning_commopt.tuning import Choice, Decision, choosing, largest_state_bytes, link_probe, memory, memory_advice
+from lightning_commopt.tuning import (
+    Choice,
+    Decision,
+    choosing,
+    largest_state_bytes,
+    link_probe,
+    memory,
+    memory_advice,
+    state,
+)
 from lightning_commopt.tuning.bandwidth import BandwidthWatch
 from tests.pool import WorkerPool
 from tests.strategies.toy import SMALL_BUCKETS, Batch, Fit, Regression, batches, fit
 
 BYTES_PER_SECOND = 1e6
+INSIDE_NODES: list[list[int]] = []
+"""Ranks between which messages take no time."""
 STEPS = 30
 LENIENT = AutoPolicy(error_budget=0.9)
 
@@ -35,7 +46,8 @@ def plant_slow_messages() -> None:
 
     def slow_exchange(self: GlooTransport, send: Sequence[Tensor], receive: Tensor) -> Travelling:
         travelling = exchange(self, send, receive)
-        time.sleep(send[0].nbytes * (self.world - 1) / BYTES_PER_SECOND)
+        if dist.get_process_group_ranks(self.group) not in INSIDE_NODES:
+            time.sleep(send[0].nbytes * (self.world - 1) / BYTES_PER_SECOND)
         return travelling
 
     def slow_all_reduce(*args: Any) -> link_probe._Way:
@@ -66,8 +78,14 @@ def plant_slow_reducer() -> None:
 
 
 def plant_dense_bucket() -> None:
-    """Let the first bucket count as hidden."""
+    """Let the first bucket count as hidden, however long steps take."""
     choosing.dense_buckets = lambda evidence, choice, before=0: 1
+    state._FAR_OFF = 1e9
+
+
+def plant_nodes() -> None:
+    """Let messages be slow only between nodes of two ranks."""
+    INSIDE_NODES.extend([[0, 1], [2, 3]])
 
 
 def plant_unseen_bandwidth() -> None:
@@ -175,6 +193,21 @@ def test_a_slow_link_gets_a_method(pool: WorkerPool, world: int) -> None:
         assert "measured" in ran.fit.explain
     assert pool.output[0].count("predicted") >= 2
     assert "commopt auto" not in pool.output[1]
+
+
+def test_between_nodes(pool: WorkerPool) -> None:
+    plants = (plant_slow_messages, plant_slow_reducer, plant_nodes, plant_dense_bucket)
+    ranks = pool.run(run_auto, 4, LENIENT, plants, strategy={**SMALL_BUCKETS, "hierarchy": 2})
+    assert_alike(ranks)
+    assert ranks[0].methods[-1] in ("int8", "int4")
+    assert "Mbit/s between nodes" in ranks[0].decisions[-1].reason
+    for ran in ranks:
+        stats = ran.fit.stats
+        assert stats is not None
+        assert stats.promised.total == stats.sent_bytes
+        assert stats.promised.inside_node > 0
+        assert "hierarchical: full precision inside 2 nodes of 2 ranks" in ran.fit.explain
+        assert "the first 1 of 3 buckets stay dense" in ran.fit.explain
 
 
 def test_hidden_buckets_stay_dense(pool: WorkerPool) -> None:

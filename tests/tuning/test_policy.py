@@ -165,6 +165,19 @@ def test_the_dense_buckets_do_not_change_with_noise() -> None:
     assert dense_buckets(slowed(evidence, 1.5), choice, choice.dense_buckets) < choice.dense_buckets
 
 
+def test_dense_buckets_that_cost_much_are_taken_back_until_the_link_moves() -> None:
+    policy, evidence = AutoPolicy(min_gain=0.01), with_long_backward()
+    state = AutoState().chosen(policy, evidence, 4)
+    predicted = state.decisions[-1].predicted_ms
+    assert state.gain_measured(policy, 3 * predicted, 1.1 * predicted, 14) is state
+    back = state.gain_measured(policy, 3 * predicted, 1.4 * predicted, 14)
+    assert back.choice == replace(state.choice, dense_buckets=0)
+    assert "no bucket stays dense" in back.decisions[-1].reason
+    assert back.gain_measured(policy, 3 * predicted, 1.4 * predicted, 24) is back
+    assert back.chosen(policy, evidence, 60).choice.dense_buckets == 0
+    assert back.link_moved().chosen(policy, evidence, 60).choice.dense_buckets == state.choice.dense_buckets
+
+
 def test_slower_links_get_harsher_methods() -> None:
     policy = AutoPolicy()
     taken = [AutoState().chosen(policy, on(mbit), 4).choice.method for mbit in (1e6, 3e3, 100, 10)]
