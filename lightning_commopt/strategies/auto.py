@@ -38,17 +38,18 @@ class Auto:
     Args:
         strategy: The strategy.
         policy: What the user wants.
+        propagates: Whether the user wants gradients that are not finite to go through, whatever is in force.
 
     """
 
-    def __init__(self, strategy: "CommOptStrategy", policy: AutoPolicy) -> None:
+    def __init__(self, strategy: "CommOptStrategy", policy: AutoPolicy, *, propagates: bool = False) -> None:
         self.policy = policy
         self.tuner: Tuner | None = None
         self.blocked = ""
         """Why nothing can be chosen; empty where something can."""
         self._strategy = strategy
         self._own_arguments = dict(strategy._ddp_kwargs)
-        self._own_nonfinite = strategy.nonfinite
+        self._propagates = propagates
         self._saved: Mapping[str, Any] | None = None
         self._pending: Choice | None = None  # waits for a dense exchange that clears residuals
         self._retired: CommStats | None = None
@@ -175,6 +176,9 @@ class Auto:
                 self._retire(path.stats())
                 path.close()
                 strategy._path = None
+                if strategy._steps is not None:
+                    strategy._steps.close()
+                    strategy._steps = None
             elif strategy._log is not None:
                 self._retire(strategy._log.stats())
                 strategy._log.close()
@@ -198,7 +202,7 @@ class Auto:
         strategy, method = self._strategy, method_named(choice.method)
         strategy.compression = method
         strategy.start_step = 0
-        strategy.nonfinite = "error" if method.error_feedback else self._own_nonfinite
+        strategy.nonfinite = "error" if method.error_feedback and not self._propagates else "propagate"
         size = (
             {} if choice.bucket_mb is None or isinstance(method, Uncompressed) else {"bucket_cap_mb": choice.bucket_mb}
         )
