@@ -55,6 +55,9 @@ class FitMeasurement:
         if source.hidden_barrier:
             self._wrapped.wrap(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._hidden_barrier)
         self._wrapped.wrap(trainer, "save_checkpoint", self.clock.paused)
+        for callback in trainer.callbacks:
+            if hasattr(callback, "examines_run"):
+                self._wrapped.wrap(callback, "_ask", self.clock.paused)
         self.clock.resume()
 
     def batch_begins(self) -> None:

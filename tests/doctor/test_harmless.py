@@ -1,5 +1,6 @@
 """A doctor that finds nothing has changed nothing."""
 
+import time
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from typing_extensions import override
 
 from lightning_commopt.callbacks import CommMonitor, DistributedDoctor, Finding
 from lightning_commopt.callbacks.doctor.doctor import CHECKS
+from lightning_commopt.callbacks.doctor.loss import LossCheck
 from tests.doctor.toy import Examined, Net, answers, data, examine, found, seed_streams
 from tests.pool import WorkerPool, trainer
 
@@ -207,6 +209,29 @@ def test_a_fit_that_ends_before_its_first_step_has_no_reference(pool: WorkerPool
     for examined in pool.run(odd_references, 2, "stops", "ddp"):
         (answer,) = answers(examined.findings, "reference")
         assert (answer.checked, answer.message) == (False, "no step was taken.")
+
+
+def step_beside_a_doctor(first: bool) -> float:
+    """A step as the monitor measures it, where the doctor takes its time for the table."""
+    findings = LossCheck.findings
+
+    def slow(self: LossCheck) -> list[Finding]:
+        time.sleep(1.0)
+        return findings(self)
+
+    LossCheck.findings = slow  # type: ignore[method-assign]
+    monitor, looks = CommMonitor(table=False), DistributedDoctor(5, probe_seconds=0)
+    seed_streams(dist.get_rank())
+    fitter = trainer(2, "ddp", callbacks=[monitor, looks] if first else [looks, monitor], max_epochs=1)
+    fitter.fit(Net(), data())
+    assert monitor.summary is not None
+    assert monitor.summary.step_ms is not None
+    return monitor.summary.step_ms
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_table_takes_no_time_of_steps(pool: WorkerPool, first: bool) -> None:
+    assert max(pool.run(step_beside_a_doctor, 2, first)) < 180  # 200 and more where it is counted
 
 
 @pytest.mark.parametrize(
