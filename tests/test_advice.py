@@ -64,6 +64,12 @@ def test_only_methods_that_send_less_are_advised() -> None:
     assert methods == ["`int4` instead of `int8`"]
 
 
+def test_a_method_is_not_advised_instead_of_itself_or_a_harsher_one() -> None:
+    running = replace(averages(50.0, 50.0, 0.0), compression_ratio=1.6)  # it came into force half-way
+    methods = [words for words, _ in advise(running, "int8").remedies if "instead" in words]
+    assert methods == ["`int4` instead of `int8`"]
+
+
 @pytest.mark.parametrize(
     ("situation", "words"),
     [

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_commopt import CommOptStrategy
 from lightning_commopt.callbacks import CommMonitor, CommSummary, RankTimes
 from lightning_commopt.callbacks.report import ReportContent, ReportRecording, render
+from lightning_commopt.callbacks.report.charts import error_chart
 from lightning_commopt.callbacks.report.content import RecordedSteps
 from lightning_commopt.callbacks.report.history import History, Interval
 from lightning_commopt.callbacks.report.traffic import by_group
@@ -307,6 +308,21 @@ def test_groups_add_up(method: Any) -> None:
     assert sum(g.parameters for g in groups) == sum(p.numel() for p in module.parameters())
     assert sum(g.dense_mb for g in groups) == pytest.approx(12)
     assert sum(g.sent_mb for g in groups) == pytest.approx(sum(kinds.values()))
+
+
+@pytest.mark.parametrize("method", [None, METHODS["int8"]()])
+def test_groups_add_up_where_a_method_before_sent_other_kinds(method: Any) -> None:
+    norm = nn.LayerNorm(64)  # travels exactly under every method
+    kinds = {"payload": 3.0, "exact": 0.5, "header": 0.0, "inside_node": 0.0}
+    groups = by_group(dict(norm.named_parameters()), method, kinds, 12.0)
+    assert sum(g.sent_mb for g in groups) == pytest.approx(3.5)
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf])
+def test_an_error_that_is_not_finite_is_drawn(error: float) -> None:
+    curve = [Interval(1, 5, compression_error=error), Interval(6, 10, compression_error=0.1)]
+    assert "<svg" in error_chart(curve)
+    assert "<svg" in error_chart(curve[:1])
 
 
 def summary(compute: float, exposed: float, waiting: float, **others: Any) -> CommSummary:

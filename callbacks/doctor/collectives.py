@@ -2,10 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_commopt.callbacks.doctor.check import Check, Run
@@ -41,19 +43,20 @@ class CollectiveCheck(Check):
         self._steps = self._rounds = self._encoded = 0
         self._buffers: dict[str, int] = {}
         self._constant_buffers = False
-        self._used: set[int] = set()
+        self._used: set[int] = set()  # in the running backward
+        self._always_used = True
+        self._handles: list[RemovableHandle] = []
         self._why = "the fit had too few steps: this check takes two."
 
     @override
     def after_backward(self) -> None:
         ddp = self.run.trainer.strategy.model
+        if self._counting:
+            trainable = (id(p) for p in self.run.module.parameters() if p.requires_grad)
+            self._always_used = self._always_used and self._used.issuperset(trainable)
+            self._used.clear()
         if self._counting and isinstance(ddp, DistributedDataParallel) and ddp.require_backward_grad_sync:
             self._rounds += 1
-
-    @override
-    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._counting:
-            self._used |= {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
 
     @override
     def batch_end(self, outputs: Any, steps: int) -> None:
@@ -71,10 +74,16 @@ class CollectiveCheck(Check):
             return [self.unchecked("one process: it has no collectives.")]
         if self._counting and self.run.steps_done > (self._began or 0):
             self._end()
+        self._always_used = all(self.run.all_gather(self._always_used))
         answers = None if self._sites is None else [*self._surplus(), self.fine(self._summary(self._sites))]
         ranks = self.run.all_gather((answers, self._why))
         missing = [why for answer, why in ranks if answer is None]
         return [self.unchecked(missing[0])] if missing else ranks[0][0] or []
+
+    @override
+    def close(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
 
     @property
     def _counting(self) -> bool:
@@ -83,10 +92,18 @@ class CollectiveCheck(Check):
     def _begin(self) -> None:
         self._began, self._record = self.run.steps_done, last_record()
         self._buffers, self._encoded = self._buffer_hashes(), self._bucket_exchanges()
+        for parameter in self.run.module.parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(partial(self._note_use, id(parameter))))
+
+    def _note_use(self, parameter: int, _: Tensor) -> None:
+        """Note that a backward reached a parameter on this rank."""
+        self._used.add(parameter)
 
     def _end(self) -> None:
         """Take down the collectives since the beginning."""
         self._steps = self.run.steps_done - (self._began or 0)
+        self.close()
         self._constant_buffers = self._buffers == self._buffer_hashes()
         self._encoded = self._bucket_exchanges() - self._encoded
         if self._record is None:
@@ -122,12 +139,11 @@ class CollectiveCheck(Check):
             yield self._could_go(
                 number, "buffers are broadcast {} times a step and never change", "pass `broadcast_buffers=False`"
             )
-        all_used = all(id(p) in self._used for p in self.run.module.parameters() if p.requires_grad)
-        if (number := self._per_step("used parameters")) and all_used:
+        if (number := self._per_step("used parameters")) and self._always_used:
             yield self._could_go(
                 number,
                 "`find_unused_parameters=True` costs {} collectives a step and a walk over the graph, and all "
-                "parameters were used",
+                "parameters were used in every backward pass",
                 "leave it out",
             )
         number = self._rounds / self._steps

@@ -3,15 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.data import extract_batch_size
 from typing_extensions import override
 
 from lightning_commopt.callbacks.doctor.check import Check, Run
 from lightning_commopt.callbacks.doctor.content import sample_hashes
 from lightning_commopt.callbacks.doctor.finding import Finding
 from lightning_commopt.callbacks.doctor.loaders import LoaderFacts, facts_of
+from lightning_commopt.callbacks.monitor.batch_size import samples_in
 
 __all__ = ["DataCheck"]
 
@@ -45,10 +44,8 @@ class DataCheck(Check):
     @override
     def batch_start(self, batch: Any, batch_idx: int) -> None:
         self._batches += 1
-        try:
-            self._samples = None if self._samples is None else self._samples + extract_batch_size(batch)
-        except MisconfigurationException:
-            self._samples = None
+        count = samples_in(batch)
+        self._samples = None if self._samples is None or count is None else self._samples + count
         if self._hashing and len(self._hashes) < _HASHED and self.run.world > 1:
             hashes = sample_hashes(batch)
             self._hashing = hashes is not None

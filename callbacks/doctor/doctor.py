@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -85,6 +85,9 @@ class DistributedDoctor(Callback):
             ``fork``, which is none).
 
     """
+
+    examines_run: ClassVar[bool] = True
+    """Tells :class:`~lightning_commopt.callbacks.CommMonitor` that the table takes time which is not training's."""
 
     def __init__(
         self,

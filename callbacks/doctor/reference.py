@@ -56,7 +56,8 @@ class ReferenceCheck(Check):
         self._batch, self._batch_idx = batch, batch_idx
         if self._start is None:
             try:
-                module, (optimizer,) = copy.deepcopy((self.run.module, self.run.trainer.optimizers))
+                compiler = {id(self.run.module._compiler_ctx): None}  # is not copied
+                module, (optimizer,) = copy.deepcopy((self.run.module, self.run.trainer.optimizers), compiler)
             except Exception as error:  # a module may hold anything
                 self._why_not = f"the module cannot be copied: {type(error).__name__}: {error}"
             else:
@@ -113,7 +114,7 @@ class ReferenceCheck(Check):
         if not self.run.options.reference_steps:
             return [self.unchecked("not asked for.", "`DistributedDoctor(reference_steps=10)` repeats the first steps")]
         reasons = [why for why in self.run.all_gather(self._why_not) if why]
-        if reasons or self._start is None:
+        if reasons or self._start is None or not self._steps:
             return [self.unchecked(next(iter(reasons), "no step was taken."))]
         replay = Replay(self.run, *self._start)
         mine = [float(torch.stack(step.losses).mean()) if step.losses else math.nan for step in self._steps]

@@ -1,5 +1,6 @@
 """Repeats recorded steps on copies, with the batches of all ranks."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,8 @@ from lightning_commopt.callbacks.doctor.check import Run, loss_of
 from lightning_commopt.callbacks.doctor.random_streams import set_streams
 
 __all__ = ["MicroBatch", "RecordedStep", "Replay"]
+
+_COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
 
 @dataclass
@@ -79,6 +82,11 @@ class Replay:
         self._module = module
         self._optimizer = optimizer
         self._device = run.trainer.strategy.root_device
+        self._originals = {id(parameter) for parameter in run.module.parameters()}
+        self._checked = False
+        if run.module._compiler_ctx is not None:  # compiled steps are those of the original
+            for name in _COMPILED:
+                module.__dict__.pop(name, None)
         module.trainer = run.trainer
         for name in ("log", "log_dict"):
             setattr(module, name, _log_nothing)
@@ -131,7 +139,28 @@ class Replay:
         if loss_of(loss) is None:
             raise ValueError("`training_step` returned no loss")
         assert isinstance(loss, Tensor)
+        if not self._checked:
+            self._checked = True
+            if self._originals & set(_leaves(loss)):
+                raise ValueError(
+                    "the copy of the module computes with parameters of the original, through a function that the "
+                    "module keeps in an attribute (a lambda, or a compiled function): make it a method"
+                )
         return loss
+
+
+def _leaves(loss: Tensor) -> Iterator[int]:
+    """Yield the identities of the tensors that a loss has gradients for."""
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield id(node.variable)
+        waiting += [following for following, _ in node.next_functions]
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:

@@ -142,7 +142,7 @@ def _remedies(averages: StepAverages, method: str, situation: Situation) -> Iter
     step, compute = averages.step_ms or 0.0, averages.compute_ms or 0.0
     exposed, waiting = averages.exposed_comm_ms or 0.0, averages.waiting_ms or 0.0
     transfer = exposed if averages.transfer_ms is None else averages.transfer_ms
-    for word, part in _harsher(averages):
+    for word, part in _harsher(averages, method):
         saved = min(exposed, (1 - part) * transfer)
         if step / (step - saved) >= _WIN:
             yield Remedy(f"`{word}` instead of `{method}`", step / (step - saved))
@@ -166,12 +166,13 @@ def _remedies(averages: StepAverages, method: str, situation: Situation) -> Iter
             yield Remedy(words, gain)
 
 
-def _harsher(averages: StepAverages) -> Iterator[tuple[str, float]]:
+def _harsher(averages: StepAverages, method: str) -> Iterator[tuple[str, float]]:
     """Yield methods that send less than the one in force, mildest first, and the part of its bytes that they send."""
     if averages.compression_ratio is None:
         return
-    now = 4 / averages.compression_ratio
-    for word in _MILDEST_FIRST:
+    now = 4 / averages.compression_ratio  # under `auto` of several methods
+    milder = _MILDEST_FIRST.index(method) + 1 if method in _MILDEST_FIRST else 0
+    for word in _MILDEST_FIRST[milder:]:
         assert word in METHODS
         part = method_named(word).wire_bytes(_MANY) / _MANY / now
         if part < 0.9:

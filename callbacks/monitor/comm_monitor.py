@@ -65,10 +65,11 @@ class CommMonitor(Callback):
                                                    ``host_network_received_mb_per_step`` likewise
     ================================= ============ ====================================================================
 
-    A key is left out where nothing was measured (the error under a method that samples none, samples of a batch that
-    does not tell its size, GPUs where there are none or ``nvidia-ml-py`` is not installed). The first three steps of a
-    fit are warm-up and not counted. Ranks talk to each other at the end of the warm-up, of an interval and of the fit,
-    never in between.
+    A key is left out where nothing was measured (the error under a method that samples none, samples of batches whose
+    tensors differ in their first dimension, GPUs where there are none or ``nvidia-ml-py`` is not installed). The first
+    three steps of a fit, and of a method that ``auto`` has changed to, are warm-up and not counted; the table is that
+    of the last method. Ranks talk to each other at the end of the warm-up, of an interval and of the fit, never in
+    between.
 
     After the first interval and at the end of the fit, rank 0 says what bounds the run, and what each remedy is
     predicted to gain (:func:`~lightning_commopt.callbacks.monitor.advice.advise`).

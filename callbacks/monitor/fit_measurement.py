@@ -1,5 +1,6 @@
 """The measurement of one fit."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -7,10 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_commopt.callbacks.monitor.averages import WARM_UP_STEPS, RankCounters, StepAverages, averages_between
+from lightning_commopt.callbacks.monitor.batch_size import samples_in
 from lightning_commopt.callbacks.monitor.host import HostCounters, gpu_sampler_for, network_bytes
 from lightning_commopt.callbacks.monitor.replicas import first_difference
 from lightning_commopt.callbacks.monitor.sources import CommSource
@@ -20,9 +20,13 @@ from lightning_commopt.callbacks.monitor.wrapped import WrappedMethods
 
 __all__ = ["FitMeasurement"]
 
+_VALIDATION = re.compile(r"(?<![a-z])(val|valid|validation)(?![a-z])")  # as a word: not `value_loss`
+
 
 class FitMeasurement:
     """Counts from the first batch of a fit; compares ranks at the end of the warm-up, of each interval, and of the fit.
+
+    Where the method changes, warm-up begins anew, so that averages are those of the last method.
 
     Args:
         trainer: About to train.
@@ -45,11 +49,15 @@ class FitMeasurement:
         self._gpu = gpu_sampler_for(trainer.strategy.root_device)
         self._global_step = trainer.global_step
         self._start = self._first = self._last = self._snapshot()
-        self._warm = False
+        self._warm = self._measuring = False
+        self._method, self._begun_at = source.method, 0
         self._wrapped = WrappedMethods()
         if source.hidden_barrier:
             self._wrapped.wrap(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._hidden_barrier)
         self._wrapped.wrap(trainer, "save_checkpoint", self.clock.paused)
+        for callback in trainer.callbacks:
+            if hasattr(callback, "examines_run"):
+                self._wrapped.wrap(callback, "_ask", self.clock.paused)
         self.clock.resume()
 
     def batch_begins(self) -> None:
@@ -74,15 +82,18 @@ class FitMeasurement:
 
         """
         self.synchronize()
-        self.clock.add_samples(_samples_in(batch))
+        repeated = getattr(self.trainer.fit_loop._data_fetcher, "repeats", False)  # under `uneven="join"`
+        self.clock.add_samples(0 if repeated else samples_in(batch))
         before, now = self._global_step, self.trainer.global_step
         if now == before:
             return None
         self._global_step = now
         counters = self.clock.close_step(now - before)
         due = self.every_n_steps > 0 and now // self.every_n_steps > before // self.every_n_steps
+        if self.source.method != self._method:  # `auto` has changed it, on all ranks alike
+            self._method, self._begun_at, self._warm = self.source.method, counters.steps - 1, False
         if not self._warm:
-            self._end_warm_up(counters.steps)
+            self._end_warm_up(counters.steps - self._begun_at)
             return None
         return self._end_interval() if due else None
 
@@ -90,9 +101,9 @@ class FitMeasurement:
         """Compare all ranks after the last batch, and say what the fit came to. A collective."""
         self.clock.pause()
         last = self._snapshot()
-        averages = averages_between(self._first, last) if self._warm else StepAverages()
-        self.measured = (self._first if self._warm else last), last
-        self.rest = averages_between(self._last, last) if self._warm else StepAverages()
+        averages = averages_between(self._first, last) if self._measuring else StepAverages()
+        self.measured = (self._first if self._measuring else last), last
+        self.rest = averages_between(self._last, last) if self._measuring else StepAverages()
         stats = [rank.stats for rank in last]
         world = len(last)
         differs = first_difference(self.trainer.lightning_module, self.source.all_gather) if world > 1 else None
@@ -118,7 +129,7 @@ class FitMeasurement:
     def _end_warm_up(self, steps: int) -> None:
         """Measure from here on, once there were enough steps."""
         if steps >= WARM_UP_STEPS:
-            self._warm = True
+            self._warm = self._measuring = True
             self._first = self._last = self._snapshot()
 
     def _end_interval(self) -> StepAverages:
@@ -146,19 +157,9 @@ class FitMeasurement:
             yield
 
 
-def _samples_in(batch: Any) -> int | None:
-    """Return the samples of a batch, None where it does not tell."""
-    if batch is None:
-        return 0
-    try:
-        return extract_batch_size(batch)
-    except MisconfigurationException:
-        return None
-
-
 def _validation_loss(trainer: "pl.Trainer") -> tuple[str, float] | None:
     """Return name and value of the loss that validation logged."""
     metrics = trainer.callback_metrics
-    names = [name for name in metrics if "val" in name.lower() and "loss" in name.lower()]
+    names = [name for name in metrics if _VALIDATION.search(name.lower()) and "loss" in name.lower()]
     name = "val_loss" if "val_loss" in names else min(names, default=None)
     return None if name is None else (name, float(metrics[name]))

@@ -30,10 +30,13 @@ class CommSource(ABC):
     def __init__(self, trainer: "pl.Trainer", may_skip: bool = False) -> None:
         self.may_skip = may_skip
         self._trainer = trainer
-        self.method = "none"
-        """What to call what is in force."""
         self.hidden_barrier = True
         """Whether ranks wait for each other before every batch, to hear of a SIGTERM."""
+
+    @property
+    def method(self) -> str:
+        """What to call what is in force now."""
+        return "none"
 
     @abstractmethod
     def all_gather(self, value: Any) -> list[Any]:
@@ -84,8 +87,12 @@ class CommOptSource(CommSource):
     def __init__(self, trainer: "pl.Trainer", strategy: CommOptStrategy, may_skip: bool) -> None:
         super().__init__(trainer, may_skip)
         self._strategy = strategy
-        self.method = strategy.compression.name
-        self.hidden_barrier = strategy._path is None
+        self.hidden_barrier = strategy._path is None or strategy._is_auto  # `auto` may drop the path
+
+    @property
+    @override
+    def method(self) -> str:
+        return self._strategy.compression.name
 
     @override
     def situation(self) -> Situation:
@@ -96,8 +103,10 @@ class CommOptSource(CommSource):
 
     @override
     def skipped_steps(self, stats: CommStats) -> int | None:
-        """On CUDA a gradient scaler's verdict stays on the device, and is not counted."""
-        return None if self.may_skip and self._strategy.root_device.type == "cuda" else stats.skipped_steps
+        """A gradient scaler's verdict is not counted on CUDA, where it stays on the device, nor without a method."""
+        strategy = self._strategy
+        counted = strategy.root_device.type != "cuda" and strategy._path is not None and not strategy._is_auto
+        return stats.skipped_steps if counted or not self.may_skip else None
 
     @override
     def all_gather(self, value: Any) -> list[Any]:
@@ -140,10 +149,14 @@ class ReducerSource(CommSource):
         hooked: bool,
     ) -> None:
         super().__init__(trainer, may_skip)
-        self._ddp, self._control, self._hooked = ddp, control, hooked
-        self.method = method
+        self._ddp, self._control, self._hooked, self._method = ddp, control, hooked, method
         self._log = ReducerLog(ddp, method)
         self._log.sample_often()
+
+    @property
+    @override
+    def method(self) -> str:
+        return self._method
 
     @override
     def note_backward(self) -> None:

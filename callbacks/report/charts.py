@@ -1,5 +1,6 @@
 """The charts of a report. Each is an `<svg>` element, empty where there is nothing to show."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,7 +66,8 @@ def error_chart(intervals: Sequence[Interval]) -> str:
     with drawing():
         figure, axes = _axes(1.7)
         _curve(axes, intervals, "compression_error", "-o")
-        axes.set(xlabel="optimizer step", ylabel="compression error", ylim=(0, 1.2 * max(errors) or 1))
+        highest = max(filter(math.isfinite, errors), default=0.0)
+        axes.set(xlabel="optimizer step", ylabel="compression error", ylim=(0, 1.2 * highest or 1))
         _whole_numbers(axes.xaxis)
         return svg(figure, "error", "Compression error", f"From {errors[0]:.3g} to {errors[-1]:.3g}.")
 

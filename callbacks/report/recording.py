@@ -36,6 +36,7 @@ class ReportRecording:
         self.path = path
         self._trainer, self._fit = trainer, fit
         self.steps = StepRecorder(clock_for(trainer.strategy.root_device), fit.source.record)
+        self._method = fit.source.method
         self._history = History()
         self._interval_start = trainer.global_step
         self._global_step = trainer.global_step
@@ -55,6 +56,9 @@ class ReportRecording:
         if self._trainer.global_step == self._global_step:
             return
         self._global_step = self._trainer.global_step
+        if self._fit.source.method != self._method:
+            self._method = self._fit.source.method
+            self.steps.begin_anew()
         if self._fit.clock.closed.steps >= WARM_UP_STEPS:
             self.steps.step_done(self._global_step)
         if averages is not None:

@@ -54,6 +54,11 @@ class StepRecorder:
         if self._timeline is None:
             self._until_start = _SETTLING_STEPS
 
+    def begin_anew(self) -> None:
+        """Forget what was recorded, and record the steps that follow."""
+        self.close()
+        self._done, self._until_start = None, _SETTLING_STEPS
+
     def close(self) -> None:
         """Drop a recording that is not complete."""
         self._record(None)

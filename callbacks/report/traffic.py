@@ -76,7 +76,8 @@ def by_group(
         dense[group] += parameter.nbytes
         (exact if alone == 0 else payload)[group] += alone or parameter.nbytes
     sent: defaultdict[str, float] = defaultdict(float)
-    for shares, kind in ((exact, "exact"), (payload, "payload")):
+    for of_kind, kind in ((exact, "exact"), (payload, "payload")):
+        shares = of_kind or dense  # what an earlier method sent may be of a kind that this one does not send
         total = sum(shares.values())
         for group, share in shares.items():
             sent[group] += share / total * kinds.get(kind, 0.0)

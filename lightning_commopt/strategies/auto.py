@@ -48,16 +48,17 @@ class Auto:
     Args:
         strategy: The strategy.
         policy: What the user wants.
+        propagates: Whether the user wants gradients that are not finite to go through, whatever is in force.
 
     """
 
-    def __init__(self, strategy: "CommOptStrategy", policy: AutoPolicy) -> None:
+    def __init__(self, strategy: "CommOptStrategy", policy: AutoPolicy, *, propagates: bool = False) -> None:
         self.policy = policy
         self.tuner: Tuner | None = None
         self.blocked = ""
         """Why nothing can be chosen; empty where something can."""
         self._strategy = strategy
-        self._switch = Switch(strategy, policy.cosine_every)
+        self._switch = Switch(strategy, policy.cosine_every, propagates=propagates)
         self._saved: Mapping[str, Any] | None = None
         self._pending: Choice | None = None  # waits for a dense exchange that clears residuals
 

@@ -124,7 +124,7 @@ class CommOptStrategy(FailTogether):
         self._short_window = ShortWindow(true_mean)
         self._uneven = UnevenBatches(uneven)
         self._checkpoint = ResidualCheckpoint(residuals, self._signature())
-        self._auto = None if self._policy is None else Auto(self, self._policy)
+        self._auto = None if self._policy is None else Auto(self, self._policy, propagates=nonfinite == "propagate")
         self._wrapped: Trainable | None = None  # the parameters that DDP exchanges
         self._path: GradientPath | None = None
         self._steps: AppliedSteps | None = None

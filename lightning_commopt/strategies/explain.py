@@ -30,6 +30,7 @@ def explain(strategy: "CommOptStrategy") -> str:
     if path is None:
         return f"commopt: method `{method!r}` will be in force during fit."
     dense = f", after {path.start_step} dense steps" if path.start_step else ", from the first step"
+    dense = dense if strategy._auto is None else ""  # it says itself when it changed
     groups = strategy._process_groups()
     route = f"route {_ROUTES[type(path.route)]}"
     if groups.topology.hierarchical:

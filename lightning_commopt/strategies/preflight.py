@@ -69,6 +69,8 @@ def check_options(strategy: "CommOptStrategy", start_step: int | None, nonfinite
         raise ValueError(f"`bucket_cap_mb={cap!r}`: `bucket_cap_mb` must be a number above 0, in MB.")
     if start_step is not None and start_step < 0:
         raise ValueError(f"`start_step={start_step}`: `start_step` must be >= 0, or None for the method's default.")
+    if strategy._is_auto:
+        _check_auto(start_step, nonfinite)
     if start_step and plain:
         raise ValueError(f"`start_step={start_step}` has no meaning for method `{name}`: leave it out.")
     if nonfinite is not None and nonfinite not in get_args(Nonfinite):
@@ -85,6 +87,21 @@ def check_options(strategy: "CommOptStrategy", start_step: int | None, nonfinite
     _check_hierarchy(strategy, name)
     if not plain:
         refuse_ddp_options(strategy, name)
+
+
+def _check_auto(start_step: int | None, nonfinite: str | None) -> None:
+    """Refuse what `auto` cannot honour, since it may choose no method at all."""
+    if start_step:
+        raise ValueError(
+            f"`start_step={start_step}` has no meaning for `compression='auto'`, which begins with dense steps and "
+            "says when it changes: leave it out, or choose a method yourself."
+        )
+    if nonfinite in ("error", "skip"):
+        raise ValueError(
+            f"`nonfinite={nonfinite!r}` cannot be honoured by `compression='auto'`, which may leave gradients to "
+            "DDP's own reducer: leave it out (a method that `auto` takes ends all ranks at a gradient that is not "
+            "finite), or choose a method yourself."
+        )
 
 
 def _check_stall_timeout(limit: object) -> None:

@@ -21,17 +21,18 @@ class Switch:
     Args:
         strategy: The strategy, with the options that the user gave.
         cosine_every: Exchanges between two comparisons of a compressed mean with the dense one.
+        propagates: Whether the user wants gradients that are not finite to go through, whatever is in force.
 
     """
 
-    def __init__(self, strategy: "CommOptStrategy", cosine_every: int) -> None:
+    def __init__(self, strategy: "CommOptStrategy", cosine_every: int, *, propagates: bool = False) -> None:
         self.own_arguments = dict(strategy._ddp_kwargs)
         """Of DDP, as the user gave them."""
         self.choice = Choice()
         """In force."""
         self._strategy = strategy
         self._cosine_every = cosine_every
-        self._own_nonfinite = strategy.nonfinite
+        self._propagates = propagates
         self._retired: CommStats | None = None
 
     def begin(self, choice: Choice) -> None:
@@ -87,6 +88,9 @@ class Switch:
             self._retired = self.with_retired(path.stats())
             path.close()
             strategy._path = None
+            if strategy._steps is not None:
+                strategy._steps.close()
+                strategy._steps = None
         elif log is not None:
             self._retired = self.with_retired(log.stats())
             log.close()
@@ -101,7 +105,7 @@ class Switch:
         self.choice = choice
         strategy.compression = method
         strategy.start_step = 0
-        strategy.nonfinite = "error" if method.error_feedback else self._own_nonfinite
+        strategy.nonfinite = "error" if method.error_feedback and not self._propagates else "propagate"
         own_size = choice.bucket_mb is None or isinstance(method, Uncompressed)
         strategy._ddp_kwargs = self.own_arguments | ({} if own_size else {"bucket_cap_mb": choice.bucket_mb})
         strategy._checkpoint.signature = strategy._signature()

@@ -310,6 +310,34 @@ def test_collectives(pool: WorkerPool, what: str, strategy: str, number: int, te
     assert any("collectives an optimizer step: " in other.message for other in zero)
 
 
+class Branches(Net):
+    """Uses a layer in every second batch, or on one rank only."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by = by
+        self.extra = nn.Linear(8, 8)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        odd = (batch_idx if self.by == "batch" else self.global_rank) % 2
+        return super().training_step([self.extra(batch[0])] if odd else batch, batch_idx)
+
+
+def branches_case(by: str) -> list[Finding]:
+    model = Branches(by)
+    seed_streams(dist.get_rank())
+    looks = doctor()
+    return answers(examine(model, strategy="ddp_find_unused_parameters_true", doctor=looks).findings, "collectives")
+
+
+@pytest.mark.parametrize("by", ["batch", "rank"])
+def test_a_search_for_unused_parameters_that_is_needed_is_no_finding(pool: WorkerPool, by: str) -> None:
+    zero, one = pool.run(branches_case, 2, by)
+    assert zero == one
+    assert not found(zero)
+
+
 # ---- one process ----------------------------------------------------------------------------------------------------
 
 

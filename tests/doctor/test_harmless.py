@@ -1,5 +1,6 @@
 """A doctor that finds nothing has changed nothing."""
 
+import time
 import warnings
 from typing import Any
 
@@ -8,12 +9,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_commopt.callbacks import CommMonitor, DistributedDoctor, Finding
 from lightning_commopt.callbacks.doctor.doctor import CHECKS
+from lightning_commopt.callbacks.doctor.loss import LossCheck
 from tests.doctor.toy import Examined, Net, answers, data, examine, found, seed_streams
-from tests.pool import WorkerPool
+from tests.pool import WorkerPool, trainer
 
 NAMES = [check.name for check in CHECKS]
 
@@ -147,6 +150,88 @@ def test_a_reference_that_cannot_be_made_says_why(pool: WorkerPool, case: str, w
     (answer,) = answers(zero, "reference")
     assert (answer.checked, answer.message) == (False, why)
     assert not found(zero)
+
+
+class Closure(Net):
+    """Computes through a function that holds on to this very module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = lambda x: self.loss(x)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.function(batch[0])
+        return loss
+
+
+class Stops(Callback):
+    """Ends the fit before gradients were accumulated."""
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        trainer.should_stop = True
+
+
+def odd_references(case: str, strategy: str) -> Examined:
+    """Fit what a copy of the module does not stand for, or not long enough."""
+    model: Any = Closure() if case == "closure" else Net()
+    seed_streams(dist.get_rank())
+    options: dict[str, Any] = {"callbacks": [Stops()], "accumulate_grad_batches": 3} if case == "stops" else {}
+    made = torch.compile(model, backend="eager") if case == "compiled" else model
+    looks = DistributedDoctor(8, reference_steps=4, probe_seconds=0)
+    fitter = trainer(2, strategy, callbacks=[*options.pop("callbacks", []), looks], max_epochs=1, **options)
+    fitter.fit(made, data())
+    streams = float(torch.rand(())), 0.0, 0.0
+    parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return Examined(looks.findings, parameters, model.losses, streams)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "commopt_int8"])
+def test_a_module_that_is_tied_to_its_own_parameters_says_so(pool: WorkerPool, strategy: str) -> None:
+    for examined in pool.run(odd_references, 2, "closure", strategy):
+        (answer,) = answers(examined.findings, "reference")
+        assert not answer.checked
+        assert "the copy of the module computes with parameters of the original" in answer.message
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "commopt_int8"])
+def test_a_compiled_module_has_a_reference(pool: WorkerPool, strategy: str) -> None:
+    plain = pool.run(odd_references, 2, "plain", strategy)
+    for examined, other in zip(pool.run(odd_references, 2, "compiled", strategy), plain, strict=True):
+        (answer,) = answers(examined.findings, "reference")
+        assert answer.checked
+        assert not answer.found
+        assert torch.equal(examined.parameters, other.parameters)
+
+
+def test_a_fit_that_ends_before_its_first_step_has_no_reference(pool: WorkerPool) -> None:
+    for examined in pool.run(odd_references, 2, "stops", "ddp"):
+        (answer,) = answers(examined.findings, "reference")
+        assert (answer.checked, answer.message) == (False, "no step was taken.")
+
+
+def step_beside_a_doctor(first: bool) -> float:
+    """A step as the monitor measures it, where the doctor takes its time for the table."""
+    findings = LossCheck.findings
+
+    def slow(self: LossCheck) -> list[Finding]:
+        time.sleep(1.0)
+        return findings(self)
+
+    LossCheck.findings = slow  # type: ignore[method-assign]
+    monitor, looks = CommMonitor(table=False), DistributedDoctor(5, probe_seconds=0)
+    seed_streams(dist.get_rank())
+    fitter = trainer(2, "ddp", callbacks=[monitor, looks] if first else [looks, monitor], max_epochs=1)
+    fitter.fit(Net(), data())
+    assert monitor.summary is not None
+    assert monitor.summary.step_ms is not None
+    return monitor.summary.step_ms
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_table_takes_no_time_of_steps(pool: WorkerPool, first: bool) -> None:
+    assert max(pool.run(step_beside_a_doctor, 2, first)) < 180  # 200 and more where it is counted
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,7 @@ def test_a_slow_link_gets_a_method(pool: WorkerPool, world: int) -> None:
         assert stats.promised.total == stats.sent_bytes
         assert "predicted" in ran.fit.explain
         assert "measured" in ran.fit.explain
+        assert "from the first step" not in ran.fit.explain
     assert pool.output[0].count("predicted") >= 2
     assert "commopt auto" not in pool.output[1]
 

@@ -41,7 +41,11 @@ OPTIONS: list[tuple[Mapping[str, Any], str]] = [
         {"compression": "none", "nonfinite": "skip"},
         "`nonfinite='skip'` cannot be honoured by method `none`.*choose a compression method, or use `Trainer",
     ),
-    ({"compression": "auto", "nonfinite": "error"}, "cannot be honoured by method `none`"),
+    ({"compression": "auto", "nonfinite": "error"}, "cannot be honoured by `compression='auto'`, .*choose a method"),
+    (
+        {"compression": "auto", "start_step": 3},
+        "`start_step=3` has no meaning for `compression='auto'`, .*leave it out",
+    ),
     ({"process_group_backend": "mpi"}, "this build of torch has no MPI. Leave it out for nccl or gloo"),
     (
         {"static_graph": True},
