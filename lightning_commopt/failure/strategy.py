@@ -168,15 +168,15 @@ class FailTogether(ParallelStrategy):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self._is_leaving:
-            super().barrier(*args, **kwargs)
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]  # Lightning's strategy comes next
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._is_leaving else super().broadcast(obj, src)
+        return obj if self._is_leaving else super().broadcast(obj, src)  # type: ignore[safe-super]
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self._is_leaving else super().reduce(tensor, group, reduce_op)
+        return tensor if self._is_leaving else super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
 
 class FailTogetherDDP(FailTogether, DDPStrategy):

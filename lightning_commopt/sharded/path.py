@@ -138,7 +138,17 @@ class ShardedPath(GradientPath):
 
     @override
     def load_state(self, state: Mapping[str, Parts]) -> None:
-        super().load_state({kind: self._moved(kind, parts, -1) for kind, parts in state.items()})
+        mine = {kind: self._moved(kind, parts, -1) for kind, parts in state.items()}
+        super().load_state({kind: self._cut(parts) if kind in _BY_ELEMENT else parts for kind, parts in mine.items()})
+
+    def _cut(self, parts: Parts) -> Parts:
+        """Return what lies in this rank's shards, of parts whose places count from the shard's first element."""
+        cut: Parts = {}
+        for name, pieces in parts.items():
+            numel = self.groups.parameters[name].numel()
+            inside = [(max(first, 0), values[max(-first, 0) : max(numel - first, 0)]) for first, values in pieces]
+            cut[name] = [(first, values) for first, values in inside if len(values)]
+        return cut
 
     def follow_trainable(self) -> None:
         """Go on with the parameters that are trained now, if they are others."""

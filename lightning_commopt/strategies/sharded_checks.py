@@ -157,8 +157,8 @@ def check_groups(module: nn.Module, groups: ShardGroups, mesh: DeviceMesh, keeps
                     f"`{parameter.name}` is sharded along dimension {parameter.shard_dim}; residuals are kept for "
                     "dimension 0 alone. Leave `shard_placement_fn` out, or choose 'none', 'bf16' or 'fp16'."
                 )
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and name not in groups.parameters:
+    for name, tensor in module.named_parameters():
+        if tensor.requires_grad and name not in groups.parameters:
             raise ValueError(
                 f"`{name}` belongs to no module that was sharded, so its gradient would stay this rank's own: call "
                 "`fully_shard` on a module that has it, or freeze it."

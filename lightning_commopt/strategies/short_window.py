@@ -1,7 +1,5 @@
 """The last accumulation window of an epoch, when it is shorter than the others."""
 
-from collections.abc import Sequence
-
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -25,9 +23,7 @@ class ShortWindow:
         self.true_mean = true_mean
         self._reported = False
 
-    def weighted(
-        self, loss: Tensor, module: "pl.LightningModule", accumulated: Sequence[Tensor] | None = None
-    ) -> Tensor:
+    def weighted(self, loss: Tensor, module: "pl.LightningModule", accumulated: list[Tensor] | None = None) -> Tensor:
         """Return the loss to run backward on; gradients accumulated in this window are scaled likewise.
 
         Args:

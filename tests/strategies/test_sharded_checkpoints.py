@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_commopt import Int4, Int8
+from lightning_commopt import Int4, Int8, PowerSGD
 from lightning_commopt.strategies import residual_checkpoint
 from tests.pool import WorkerPool, trainer
 from tests.strategies.sharded_toy import fit_sharded, sharded, whole
@@ -72,10 +72,10 @@ def stop_and_go(path: Path, method: Any, resumed_method: Any, shards: bool, file
         ("int8", True, False),
         ("int8", True, True),
         ("int8", False, True),
-        ("powersgd", False, False),
+        (PowerSGD(rank=2), False, False),
     ],
 )
-def test_resumed_is_never_stopped(pool: WorkerPool, tmp_path: Path, method: str, shards: bool, files: bool) -> None:
+def test_resumed_is_never_stopped(pool: WorkerPool, tmp_path: Path, method: Any, shards: bool, files: bool) -> None:
     ranks = pool.run(stop_and_go, 4, tmp_path / "a.ckpt", method, method, shards, files, **NODES)
     assert (tmp_path / "a.ckpt").is_dir() == shards
     for through, resumed, saved, loaded in ranks:
