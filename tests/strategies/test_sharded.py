@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from typing_extensions import override
 
@@ -109,7 +110,7 @@ def accumulate() -> list[ShardedFit]:
     """Windows of three batches and a last one of one, clipped, validated on the way."""
     options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05, "val_check_interval": 4}
     data = batches(7)
-    strategies = ["ddp", sharded("none"), sharded("int8")]
+    strategies: list[str | Strategy] = ["ddp", sharded("none"), sharded("int8")]
     models = [Logging() for _ in strategies]
     return [fit_sharded(s, m, data, validation=data[:2], **options) for s, m in zip(strategies, models, strict=True)]
 
@@ -124,7 +125,8 @@ class Logging(Regression):
 
     @override
     def loss(self, batch: Any) -> Tensor:
-        return (self(batch[0]) - batch[1]).square().mean()
+        loss: Tensor = (self(batch[0]) - batch[1]).square().mean()
+        return loss
 
     @override
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -203,9 +205,10 @@ class Unfreezing(Regression):
 
 def unfreeze(method: str) -> tuple[ShardedFit, Tensor, Tensor]:
     model = Unfreezing()
-    first = model.layers[0].weight.detach().clone()
+    layer: Any = model.layers[0]
+    first = layer.weight.detach().clone()
     result = fit_sharded(sharded(method), model, batches(3), max_epochs=2)
-    return result, first, model.layers[0].weight.full_tensor().detach()  # type: ignore[operator]
+    return result, first, layer.weight.full_tensor().detach()
 
 
 @pytest.mark.parametrize("method", ["none", "int8"])
@@ -375,7 +378,7 @@ class Replaced(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for group in trainer.strategy._shards:  # type: ignore[attr-defined]
+        for group in trainer.strategy._shards:
             group.managed._all_reduce_hook = lambda flat: None
 
 
