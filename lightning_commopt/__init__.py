@@ -7,7 +7,12 @@ from lightning_commopt.__about__ import __version__
 from lightning_commopt.compression import BF16, FP16, Compression, Int4, Int8, OneBit, PowerSGD, TopK, Uncompressed
 from lightning_commopt.failure import RankFailure
 from lightning_commopt.measure import CommStats
-from lightning_commopt.strategies import CommOptPipelineStrategy, CommOptStrategy, register
+from lightning_commopt.strategies import (
+    CommOptPipelineStrategy,
+    CommOptShardedStrategy,
+    CommOptStrategy,
+    register,
+)
 from lightning_commopt.tuning import AutoPolicy
 
 register()
@@ -17,6 +22,7 @@ __all__ = [
     "FP16",
     "AutoPolicy",
     "CommOptPipelineStrategy",
+    "CommOptShardedStrategy",
     "CommOptStrategy",
     "CommStats",
     "Compression",

@@ -25,6 +25,7 @@ from lightning_commopt.callbacks.doctor.synchronisation import SynchronisationCh
 from lightning_commopt.callbacks.doctor.table import report
 from lightning_commopt.callbacks.monitor.sources import is_measurable
 from lightning_commopt.callbacks.monitor.wrapped import WrappedMethods
+from lightning_commopt.strategies import CommOptShardedStrategy
 
 __all__ = ["CHECKS", "DistributedDoctor"]
 
@@ -119,7 +120,8 @@ class DistributedDoctor(Callback):
             return
         self._drop()
         self.findings, self._answers = [], {}
-        if not is_measurable(trainer):
+        sharded = trainer.world_size > 1 and isinstance(trainer.strategy, CommOptShardedStrategy)
+        if sharded or not is_measurable(trainer):
             rank_zero_warn(
                 f"`DistributedDoctor` does not know `{type(trainer.strategy).__name__}` and is not active in this fit. "
                 "It looks at `CommOptStrategy` and `DDPStrategy`: use `strategy='commopt'` or `'ddp'`."

@@ -12,7 +12,6 @@ import torch
 from lightning_commopt.callbacks.monitor.averages import WARM_UP_STEPS, RankCounters, StepAverages, averages_between
 from lightning_commopt.callbacks.monitor.batch_size import samples_in
 from lightning_commopt.callbacks.monitor.host import HostCounters, gpu_sampler_for, network_bytes
-from lightning_commopt.callbacks.monitor.replicas import first_difference
 from lightning_commopt.callbacks.monitor.sources import CommSource
 from lightning_commopt.callbacks.monitor.step_clock import StepClock
 from lightning_commopt.callbacks.monitor.summary import CommSummary
@@ -106,7 +105,7 @@ class FitMeasurement:
         self.rest = averages_between(self._last, last) if self._measuring else StepAverages()
         stats = [rank.stats for rank in last]
         world = len(last)
-        differs = first_difference(self.trainer.lightning_module, self.source.all_gather) if world > 1 else None
+        differs = self.source.first_difference() if world > 1 else None
         return CommSummary(
             **{field.name: getattr(averages, field.name) for field in fields(averages)},
             method=stats[0].method,

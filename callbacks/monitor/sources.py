@@ -7,13 +7,15 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_commopt.callbacks.monitor.advice import Situation
+from lightning_commopt.callbacks.monitor.replicas import first_difference, first_differing
 from lightning_commopt.measure import CommStats, ReducerLog, Timeline
 from lightning_commopt.routes import ControlGroup
-from lightning_commopt.strategies import CommOptPipelineStrategy, CommOptStrategy
+from lightning_commopt.strategies import CommOptPipelineStrategy, CommOptShardedStrategy, CommOptStrategy
 
 __all__ = ["CommSource", "is_measurable", "source_for"]
 
@@ -58,6 +60,10 @@ class CommSource(ABC):
             nodes=nodes,
             ranks_per_node=self._trainer.world_size // nodes,
         )
+
+    def first_difference(self) -> tuple[str, tuple[int, ...]] | None:
+        """Return the first parameter that differs between replicas, and the ranks where it does. A collective."""
+        return first_difference(self._trainer.lightning_module, self.all_gather)
 
     def note_backward(self) -> None:  # noqa: B027 - most sources need no notes
         """Take note that a backward pass has ended."""
@@ -125,6 +131,53 @@ class CommOptSource(CommSource):
             log.timeline = timeline
 
 
+class ShardedSource(CommSource):
+    """Our path between replicas of a sharded model. What FSDP2 sends inside a node is not counted."""
+
+    def __init__(self, trainer: "pl.Trainer", strategy: CommOptShardedStrategy, may_skip: bool) -> None:
+        super().__init__(trainer, may_skip)
+        self._strategy = strategy
+        self.method = strategy.compression.name
+
+    @override
+    def situation(self) -> Situation:
+        """Shards reduce inside nodes, and FSDP2's groups stand in for buckets, which no option sizes."""
+        nodes, shards = self._strategy.replicas, self._strategy.shard_mesh.size()
+        situation = super().situation()
+        return replace(situation, nodes=nodes, ranks_per_node=shards, hierarchical=True, bucket_mb=0.0)
+
+    @override
+    def skipped_steps(self, stats: CommStats) -> int | None:
+        return None if self.may_skip and self._strategy.root_device.type == "cuda" else stats.skipped_steps
+
+    @override
+    def all_gather(self, value: Any) -> list[Any]:
+        return self._strategy._control.all_gather(value)
+
+    @override
+    def gather_stats(self) -> list[CommStats]:
+        return self._strategy.gather_comm_stats()
+
+    @override
+    def first_difference(self) -> tuple[str, tuple[int, ...]] | None:
+        """Ranks that hold the same shard are compared."""
+        parameters = self._trainer.lightning_module.named_parameters()
+        shards = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in parameters}
+        replicas = self._strategy._replicas_control
+        found = first_differing(shards, replicas.all_gather)
+        own = None if found is None else (found[0], replicas.rank in found[1])
+        everyone = self.all_gather(own)
+        named = [name for name in shards if any(one is not None and one[0] == name for one in everyone)]
+        if not named:
+            return None
+        return named[0], tuple(rank for rank, one in enumerate(everyone) if one == (named[0], True))
+
+    @override
+    def record(self, timeline: Timeline | None) -> None:
+        if self._strategy._path is not None:
+            self._strategy._path.recorder.timeline = timeline
+
+
 class ReducerSource(CommSource):
     """DDP's own reducer under Lightning's own strategy.
 
@@ -186,7 +239,7 @@ def is_measurable(trainer: "pl.Trainer") -> bool:
     """Say whether :func:`source_for` knows the Trainer's strategy."""
     if isinstance(trainer.strategy, CommOptPipelineStrategy):
         return False
-    return trainer.world_size == 1 or isinstance(trainer.strategy, DDPStrategy)
+    return trainer.world_size == 1 or isinstance(trainer.strategy, DDPStrategy | CommOptShardedStrategy)
 
 
 def source_for(trainer: "pl.Trainer") -> CommSource:
@@ -196,6 +249,8 @@ def source_for(trainer: "pl.Trainer") -> CommSource:
     may_skip = scaler is not None and scaler.is_enabled()
     if trainer.world_size == 1:
         return OneProcess(trainer, may_skip)
+    if isinstance(strategy, CommOptShardedStrategy):
+        return ShardedSource(trainer, strategy, may_skip)
     if isinstance(strategy, CommOptStrategy):
         if strategy._log is not None:
             strategy._log.sample_often()

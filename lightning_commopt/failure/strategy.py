@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn import Module
@@ -21,20 +21,21 @@ from lightning_commopt.failure.phase import Phase
 from lightning_commopt.failure.watch import Limits, Watch
 from lightning_commopt.routes import ControlGroup
 
-__all__ = ["FailTogether"]
+__all__ = ["FailTogether", "FailTogetherDDP"]
 
 
-class FailTogether(DDPStrategy):
-    """When a rank fails, all end, and all say the same.
+class FailTogether(ParallelStrategy):
+    """When a rank fails, all end, and all say the same. For a strategy to derive from, before one of Lightning's.
 
     Every run of several ranks has a :class:`Watch` from the time when its processes have met until teardown. No
     collective is begun once a rank has failed.
     """
 
+    _timeout: timedelta | None
+
     stall_timeout: float | timedelta | None = None
     watch: Watch | None = None
     _limits = Limits()
-    _reached: Reached | None = None
 
     @property
     def _control(self) -> ControlGroup:
@@ -75,23 +76,8 @@ class FailTogether(DDPStrategy):
         if self.world_size > 1:
             self.watch = Watch(self._control, self._stall_s, self._limits, lambda: release_children(self))
 
-    def _watch_reducer(self) -> None:
-        """See to it that a backward which DDP's own reducer waits for in vain is an error."""
-        ddp, module = self.model, self.lightning_module
-        assert isinstance(ddp, DistributedDataParallel)
-        assert module is not None
-        usual = module.automatic_optimization and not is_overridden("backward", module)
-        if self._reached is not None:
-            self._reached.close()
-            self._reached = None
-        if self.watch is not None and usual and not ddp.find_unused_parameters and not ddp.static_graph:
-            self._reached = Reached(ddp)
-
     @override
     def teardown(self) -> None:
-        if self._reached is not None:
-            self._reached.close()
-        self._reached = None
         try:
             super().teardown()
         finally:
@@ -100,7 +86,7 @@ class FailTogether(DDPStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"watch": None, "_reached": None}
+        return super().__getstate__() | {"watch": None}
 
     # ---- where this rank is ---------------------------------------------------------------------------------------
 
@@ -126,15 +112,7 @@ class FailTogether(DDPStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self.watch is not None:
             self.watch.enter(Phase.BACKWARD)
-        reached = self._reached
-        model = self.model
-        if reached is None or not isinstance(model, DistributedDataParallel) or not model.require_backward_grad_sync:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        reached.begin()
-        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        assert self.lightning_module is not None
-        reached.check(self.lightning_module)
-        return loss
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(
@@ -190,12 +168,52 @@ class FailTogether(DDPStrategy):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self._is_leaving:
-            super().barrier(*args, **kwargs)
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]  # Lightning's strategy comes next
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._is_leaving else super().broadcast(obj, src)
+        return obj if self._is_leaving else super().broadcast(obj, src)  # type: ignore[safe-super]
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self._is_leaving else super().reduce(tensor, group, reduce_op)
+        return tensor if self._is_leaving else super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+
+
+class FailTogetherDDP(FailTogether, DDPStrategy):
+    """The same for data parallel training, where DDP's own reducer may wait for gradients in vain."""
+
+    _reached: Reached | None = None
+
+    def _watch_reducer(self) -> None:
+        """See to it that a backward which DDP's own reducer waits for in vain is an error."""
+        ddp, module = self.model, self.lightning_module
+        assert isinstance(ddp, DistributedDataParallel)
+        assert module is not None
+        usual = module.automatic_optimization and not is_overridden("backward", module)
+        if self._reached is not None:
+            self._reached.close()
+            self._reached = None
+        if self.watch is not None and usual and not ddp.find_unused_parameters and not ddp.static_graph:
+            self._reached = Reached(ddp)
+
+    @override
+    def teardown(self) -> None:
+        if self._reached is not None:
+            self._reached.close()
+        self._reached = None
+        super().teardown()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_reached": None}
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        reached, model = self._reached, self.model
+        if reached is None or not isinstance(model, DistributedDataParallel) or not model.require_backward_grad_sync:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        reached.begin()
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        assert self.lightning_module is not None
+        reached.check(self.lightning_module)
+        return loss

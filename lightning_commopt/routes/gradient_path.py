@@ -143,7 +143,7 @@ class GradientPath:
             unpack(kept, mean, exact_mean, self._scale, bucket, keep_unused=self._usage is not None)
         if dense is not None:
             self.mean_check.compare(dense, bucket)
-        self._dense_bytes += 2 * (self.world - 1) * bucket.nbytes // self.world
+        self._dense_bytes += self._dense_ring_bytes(bucket.nbytes)
 
     def _dense_sum(self, number: int, bucket: Tensor) -> Tensor | None:
         """Return the dense sum of the bucket of that number where its mean is to be checked."""
@@ -325,6 +325,14 @@ class GradientPath:
         """Ranks of a node that share every bucket; 1 where the exchange is flat."""
         return self._share.shards
 
+    def whole_numel(self, name: str) -> int:
+        """Elements of a parameter over all ranks that share it."""
+        return self.parameters[name].numel()
+
+    def _dense_ring_bytes(self, nbytes: int) -> int:
+        """Bytes that a rank would send for a bucket without a method."""
+        return 2 * (self.world - 1) * nbytes // self.world
+
     @property
     def _share(self) -> Share:
         shards, shard = (1, 0) if self.node is None else (self.node.transport.world, self.node.transport.rank)
@@ -428,15 +436,16 @@ class GradientPath:
 
         """
         compressed = sum(p.numel() for p in self.parameters.values() if not self.method.travels_exactly(p.shape))
-        state = self.method.memory_bytes(compressed // self.shards)
+        shards = self._share.shards
+        state = self.method.memory_bytes(compressed // shards)
         state += state // self.transport.world if self.route.second_hop else 0
         bucket = min(largest_bucket, compressed)
-        share = bucket // self.shards
+        share = bucket // shards
         packed = share * (1 if self.method.error_feedback else 2)
         if self.node is not None:
             packed = 3 * share + 4 * bucket  # sent, received and gathered in the node
         copies = 2 if self.route.owners > 1 else self.transport.world + 1  # sent and received
-        under_way = min(self.route.lanes * bucket, compressed) // self.shards
+        under_way = min(self.route.lanes * bucket, compressed) // shards
         return state * (2 if self.shadow else 1) + 4 * packed + copies * self.method.wire_bytes(under_way)
 
     def close(self) -> None:

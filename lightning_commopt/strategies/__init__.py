@@ -3,5 +3,6 @@
 from lightning_commopt.strategies.commopt import CommOptStrategy
 from lightning_commopt.strategies.names import register
 from lightning_commopt.strategies.pipeline import CommOptPipelineStrategy
+from lightning_commopt.strategies.sharded import CommOptShardedStrategy
 
-__all__ = ["CommOptPipelineStrategy", "CommOptStrategy", "register"]
+__all__ = ["CommOptPipelineStrategy", "CommOptShardedStrategy", "CommOptStrategy", "register"]

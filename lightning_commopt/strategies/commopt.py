@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commopt.compression import Compression, Uncompressed, method_named
-from lightning_commopt.failure import FailTogether
+from lightning_commopt.failure import FailTogetherDDP
 from lightning_commopt.measure import CommStats, ReducerLog
 from lightning_commopt.routes import ControlGroup, GradientPath, Hierarchy, PinnedDDP
 from lightning_commopt.strategies.applied_steps import AppliedSteps
@@ -48,7 +48,7 @@ from lightning_commopt.uneven import Uneven, UnevenBatches
 __all__ = ["CommOptStrategy"]
 
 
-class CommOptStrategy(FailTogether):
+class CommOptStrategy(FailTogetherDDP):
     """Distributed data parallel with compressed gradient exchange.
 
     Takes every argument of :class:`~lightning.pytorch.strategies.DDPStrategy`, and options for what goes on the wire.

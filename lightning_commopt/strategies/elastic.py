@@ -8,6 +8,7 @@ from torch.distributed import PrefixStore, TCPStore, is_initialized
 
 if TYPE_CHECKING:
     from lightning_commopt.strategies.commopt import CommOptStrategy
+    from lightning_commopt.strategies.sharded import CommOptShardedStrategy
 
 __all__ = ["join_restarted", "restart_count"]
 
@@ -19,7 +20,7 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def join_restarted(strategy: "CommOptStrategy") -> None:
+def join_restarted(strategy: "CommOptStrategy | CommOptShardedStrategy") -> None:
     """Make the default process group of a restarted attempt, under keys of its own; no effect in a first attempt.
 
     The store of torchrun's agent outlives an attempt, and torch 2.13 gives every attempt the same keys, so that ranks

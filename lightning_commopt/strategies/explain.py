@@ -8,10 +8,10 @@ from lightning_commopt.routes import GradientPath, OnePhase, Summed, TwoHop
 if TYPE_CHECKING:
     from lightning_commopt.strategies.commopt import CommOptStrategy
 
-__all__ = ["explain"]
+__all__ = ["KERNELS", "ROUTES", "explain"]
 
-_ROUTES = {OnePhase: "one-phase all-gather", TwoHop: "two-hop", Summed: "all-reduce"}
-_KERNELS = {
+ROUTES = {OnePhase: "one-phase all-gather", TwoHop: "two-hop", Summed: "all-reduce"}
+KERNELS = {
     "torch": "codec in plain torch",
     "numba": "compiled CPU kernels (numba)",
     "triton": "compiled GPU kernels (Triton)",
@@ -32,7 +32,7 @@ def explain(strategy: "CommOptStrategy") -> str:
     dense = f", after {path.start_step} dense steps" if path.start_step else ", from the first step"
     dense = dense if strategy._auto is None else ""  # it says itself when it changed
     groups = strategy._process_groups()
-    route = f"route {_ROUTES[type(path.route)]}"
+    route = f"route {ROUTES[type(path.route)]}"
     if groups.topology.hierarchical:
         nodes, size = groups.topology.nodes, groups.topology.ranks_per_node
         route = f"hierarchical: full precision inside {nodes} nodes of {size} ranks, {route} between them"
@@ -40,7 +40,7 @@ def explain(strategy: "CommOptStrategy") -> str:
         route += f", flat since {groups.topology.reason}"
     return (
         f"commopt: {asked}method `{method!r}` is in force on {_ranks(strategy)}{dense}; {route}; "
-        f"{_KERNELS[path.kernels]}; "
+        f"{KERNELS[path.kernels]}; "
         f"non-finite gradients: {_nonfinite(strategy)}; "
         f"extra memory about {path.expected_memory_bytes(_largest_bucket(strategy, path)) / 1e6:.1f} MB a rank."
     )

@@ -14,6 +14,7 @@ from lightning_commopt.compression import METHODS
 from lightning_commopt.strategies.commopt import CommOptStrategy
 from lightning_commopt.strategies.other_lightning import refuse_names
 from lightning_commopt.strategies.pipeline import CommOptPipelineStrategy
+from lightning_commopt.strategies.sharded import CommOptShardedStrategy
 
 __all__ = ["register"]
 
@@ -24,7 +25,10 @@ _UNUSED = {"": {}, "_find_unused_parameters_false": {"find_unused_parameters": F
 
 
 def register() -> None:
-    """Register ``commopt``, ``commopt_<method>`` and ``commopt_pipeline``, each in the launch forms of ``ddp``."""
+    """Register ``commopt``, ``commopt_<method>`` and ``commopt_pipeline``, each in the launch forms of ``ddp``.
+
+    And ``commopt_hsdp`` and ``commopt_hsdp_<method>``, which start processes as Lightning's ``fsdp`` does.
+    """
     names = []
     for method in ("auto", *METHODS):
         stem = "commopt" if method == "auto" else f"commopt_{method}"
@@ -40,4 +44,9 @@ def register() -> None:
         StrategyRegistry.register(
             names[-1], CommOptPipelineStrategy, description, override=True, start_method=start_method
         )
+    for method in ("", *METHODS):
+        names.append(f"commopt_hsdp_{method}" if method else "commopt_hsdp")
+        chosen: dict[str, Any] = {"compression": method} if method else {}
+        description = f"Shards inside nodes (FSDP2), compression {method or 'bf16'!r} between them"
+        StrategyRegistry.register(names[-1], CommOptShardedStrategy, description, override=True, **chosen)
     refuse_names(names)

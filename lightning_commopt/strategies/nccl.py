@@ -13,6 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 if TYPE_CHECKING:
     from lightning_commopt.strategies.commopt import CommOptStrategy
+    from lightning_commopt.strategies.sharded import CommOptShardedStrategy
 
 __all__ = ["NcclOptions", "export", "nccl_variables", "refuse_without_nccl", "same_on_all_ranks", "set_nccl_variables"]
 
@@ -205,7 +206,7 @@ def export(variables: Mapping[str, str], environment: MutableMapping[str, str]) 
     return f"commopt: set {', '.join(words)}{reason}.", bool(yielded)
 
 
-def set_nccl_variables(strategy: "CommOptStrategy") -> None:
+def set_nccl_variables(strategy: "CommOptStrategy | CommOptShardedStrategy") -> None:
     """Set a strategy's variables in this process, before its process group is made, and say so once a node.
 
     They stay set: NCCL reads a variable once in the life of a process, and the process group outlives a fit, so an

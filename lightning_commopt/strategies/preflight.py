@@ -19,12 +19,14 @@ from lightning_commopt.strategies.nonfinite import Nonfinite
 
 if TYPE_CHECKING:
     from lightning_commopt.strategies.commopt import CommOptStrategy
+    from lightning_commopt.strategies.sharded import CommOptShardedStrategy
 
 __all__ = [
     "check_devices",
     "check_model",
     "check_optimizers",
     "check_options",
+    "check_stall_timeout",
     "check_trainable",
     "device_name",
     "fingerprint",
@@ -63,7 +65,7 @@ def check_options(strategy: "CommOptStrategy", start_step: int | None, nonfinite
         raise TypeError(f"`start_step={start_step!r}`: `start_step` must be an int, or None for the method's default.")
     if not isinstance(strategy.true_mean, bool):
         raise TypeError(f"`true_mean={strategy.true_mean!r}`: `true_mean` must be a bool.")
-    _check_stall_timeout(strategy.stall_timeout)
+    check_stall_timeout(strategy.stall_timeout)
     cap = strategy._ddp_kwargs.get("bucket_cap_mb")
     if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or cap <= 0):
         raise ValueError(f"`bucket_cap_mb={cap!r}`: `bucket_cap_mb` must be a number above 0, in MB.")
@@ -104,7 +106,7 @@ def _check_auto(start_step: int | None, nonfinite: str | None) -> None:
         )
 
 
-def _check_stall_timeout(limit: object) -> None:
+def check_stall_timeout(limit: object) -> None:
     """Refuse a limit that is none."""
     if limit is None:
         return
@@ -153,7 +155,7 @@ def refuse_ddp_options(strategy: "CommOptStrategy", name: str) -> None:
             raise ValueError(f"`{option}` cannot be combined with method `{name}`: {reason}. Or {_NO_COMPRESSION}.")
 
 
-def check_devices(strategy: "CommOptStrategy") -> None:
+def check_devices(strategy: "CommOptStrategy | CommOptShardedStrategy") -> None:
     """Refuse devices and backends on which gradients cannot be exchanged.
 
     Raises:
@@ -215,7 +217,7 @@ def check_trainable(model: nn.Module, wrapped: Collection[int]) -> None:
             )
 
 
-def check_optimizers(strategy: "CommOptStrategy") -> None:
+def check_optimizers(strategy: "CommOptStrategy | CommOptShardedStrategy") -> None:
     """Refuse ways of stepping under which `nonfinite` cannot be honoured.
 
     Raises:

@@ -52,7 +52,8 @@ def regrouped(
 
 def mean_over_ranks(state: RankState, path: GradientPath, control: ControlGroup) -> dict[str, Tensor]:
     """Return the mean residual over ranks, second hop included, by parameter. A collective."""
-    total = {n: torch.zeros(p.numel()) for n, p in path.parameters.items() if not path.method.travels_exactly(p.shape)}
+    method, names = path.method, path.parameters.items()
+    total = {n: torch.zeros(path.whole_numel(n)) for n, p in names if not method.travels_exactly(p.shape)}
     _accumulate(total, state.get("first", {}), path.shards / control.world)
     _accumulate(total, state.get("second", {}), 1.0)
     for tensor in total.values():

@@ -23,12 +23,13 @@ class ShortWindow:
         self.true_mean = true_mean
         self._reported = False
 
-    def weighted(self, loss: Tensor, module: "pl.LightningModule") -> Tensor:
+    def weighted(self, loss: Tensor, module: "pl.LightningModule", accumulated: list[Tensor] | None = None) -> Tensor:
         """Return the loss to run backward on; gradients accumulated in this window are scaled likewise.
 
         Args:
             loss: The loss of the batch at hand, divided by the nominal length, 0-d.
             module: The module under automatic optimisation; a manual one divides its own losses.
+            accumulated: Gradients of the window so far, where parameters do not have them.
 
         """
         trainer = module.trainer
@@ -43,7 +44,9 @@ class ShortWindow:
             self._report(length, nominal)
             return loss
         factor = nominal / length
-        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        gradients = accumulated
+        if gradients is None:
+            gradients = [p.grad for p in module.parameters() if p.grad is not None]
         if length > 1 and gradients:
             torch._foreach_mul_(gradients, factor)
         return loss * factor

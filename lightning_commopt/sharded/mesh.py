@@ -1,0 +1,69 @@
+"""Lightning's model-parallel strategy on a mesh of replicas and shards."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.init import _materialize_distributed_module
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing_extensions import override
+
+__all__ = ["REPLICATE", "SHARD", "HybridMesh"]
+
+REPLICATE, SHARD = "replicate", "shard"
+"""Names of the mesh's dimensions, as torch's documentation has them."""
+
+
+class HybridMesh(ModelParallelStrategy):
+    """Sets up a mesh ``("replicate", "shard")`` and a module that need not override `configure_model`."""
+
+    def _shard_size(self) -> int:
+        """Ranks over which parameters are sharded; the process group exists."""
+        raise NotImplementedError
+
+    def _shard(self) -> None:
+        """Shard the module, if it is not."""
+        raise NotImplementedError
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        shape = (self.world_size // (size := self._shard_size()), size)
+        mesh = self._device_mesh
+        if mesh is None or tuple(mesh.mesh.shape) != shape:  # a second fit has the groups of the first
+            self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The ranks of a node, over which parameters are sharded."""
+        return self.device_mesh[SHARD]
+
+    @property
+    def replica_mesh(self) -> DeviceMesh:
+        """The ranks with this rank's shard, one a node."""
+        return self.device_mesh[REPLICATE]
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        assert self.model is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._shard()
+        _materialize_distributed_module(self.model, self.root_device)
+        self.model_to_device()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)

@@ -1,0 +1,184 @@
+"""The path of a gradient from FSDP2's reduce-scatter to the mean over replicas."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn import Parameter
+from typing_extensions import override
+
+from lightning_commopt.compression import Compression
+from lightning_commopt.compression.pending import Parts
+from lightning_commopt.routes import GradientPath
+from lightning_commopt.sharded.parameters import ShardedParameter, ShardGroup, ShardGroups
+
+__all__ = ["ShardedPath"]
+
+_BY_ELEMENT = ("first", "second")  # state whose places are elements of the parameter
+
+
+class FlatShard:
+    """A group's reduce-scattered gradients, as a bucket that the gradient path takes.
+
+    Args:
+        flat: FSDP2's output, shape ``(numel,)``.
+        parameters: Whose gradients it holds, in its order.
+
+    """
+
+    def __init__(self, flat: Tensor, parameters: Sequence[ShardedParameter]) -> None:
+        self._flat, self._parameters = flat, list(parameters)
+
+    def buffer(self) -> Tensor:
+        """The gradients."""
+        return self._flat
+
+    def parameters(self) -> list[ShardedParameter]:
+        """The parameters in the buffer's order."""
+        return self._parameters
+
+    def is_last(self) -> bool:
+        """Whether the exchange may not wait for another one: FSDP2 goes on with the result at once."""
+        return True
+
+
+class ShardedPath(GradientPath):
+    """Takes what FSDP2 reduced over the shards of a node to its mean over replicas, in place.
+
+    State is kept as this rank has it, and given out by the element of the whole parameter, so that it can be given to
+    another number of shards or replicas.
+
+    Args:
+        groups: FSDP2's groups of the module.
+        method: The compression method.
+        replicas: The ranks with this rank's shard, one a node.
+        shard: This rank's place among the shards.
+        shards: Their number.
+        **kwargs: As for :class:`GradientPath`.
+
+    """
+
+    def __init__(
+        self,
+        groups: ShardGroups,
+        method: Compression,
+        replicas: dist.ProcessGroup,
+        shard: int,
+        shards: int,
+        **kwargs: Any,
+    ) -> None:
+        self.shard = shard
+        self._shards = shards
+        self.groups = groups
+        self.deferred = False
+        """Whether backward only adds to this rank's gradients, as in all but the last batch of a window."""
+        super().__init__(cast(Mapping[str, Parameter], groups.trainable), method, replicas, **kwargs)
+        for group in groups:
+            group.managed._all_reduce_hook = partial(self._reduce, group)
+
+    def _reduce(self, group: ShardGroup, flat: Tensor) -> None:
+        """FSDP2 hands over a group's shard: replace it by the mean over replicas.
+
+        Raises:
+            RuntimeError: A parameter of the group has no gradient, so that nobody knows what lies where.
+
+        """
+        if self.deferred:
+            return
+        trainable = group.trainable
+        if flat.numel() != sum(p.numel() for p in trainable):
+            raise RuntimeError(
+                f"FSDP2 reduced {flat.numel()} elements of the group with `{trainable[0].name}`, which has "
+                f"{sum(p.numel() for p in trainable)}: a parameter got no gradient. Freeze it with "
+                "`requires_grad_(False)`, or use a torch with `set_reduce_scatter_unused_params`."
+            )
+        _add_accumulated(flat, trainable)
+        begun = self.recorder.clock.mark()
+        self.hook(None, cast(GradBucket, FlatShard(flat, trainable))).wait()
+        if self.device.type == "cpu":  # backward stood still; on CUDA it went on, and only the last exchange is exposed
+            self._last_hook = self.recorder.clock.mark()
+            self.recorder.add("exposed", begun, self._last_hook)
+
+    def detach(self) -> None:
+        """Take the hooks out of the module."""
+        for group in self.groups:
+            group.managed._all_reduce_hook = None
+
+    @property
+    @override
+    def world(self) -> int:
+        return self.transport.world * self._shards
+
+    @property
+    @override
+    def shards(self) -> int:
+        return self._shards
+
+    @override
+    def whole_numel(self, name: str) -> int:
+        return self.parameters[name].numel() * self._shards
+
+    @override
+    def _dense_ring_bytes(self, nbytes: int) -> int:
+        return self.transport.ring_bytes(nbytes)
+
+    @override
+    def _why_not_called(self) -> str:
+        return (
+            "No module with these parameters took part in the forward of this batch, or `set_all_reduce_hook` replaced "
+            "our hook."
+        )
+
+    @override
+    def state(self) -> dict[str, Parts]:
+        return {kind: self._moved(kind, parts, 1) for kind, parts in super().state().items()}
+
+    @override
+    def load_state(self, state: Mapping[str, Parts]) -> None:
+        mine = {kind: self._moved(kind, parts, -1) for kind, parts in state.items()}
+        super().load_state({kind: self._cut(parts) if kind in _BY_ELEMENT else parts for kind, parts in mine.items()})
+
+    def _cut(self, parts: Parts) -> Parts:
+        """Return what lies in this rank's shards, of parts whose places count from the shard's first element."""
+        cut: Parts = {}
+        for name, pieces in parts.items():
+            numel = self.groups.parameters[name].numel()
+            inside = [(max(first, 0), values[max(-first, 0) : max(numel - first, 0)]) for first, values in pieces]
+            cut[name] = [(first, values) for first, values in inside if len(values)]
+        return cut
+
+    def follow_trainable(self) -> None:
+        """Go on with the parameters that are trained now, if they are others."""
+        trainable = self.groups.trainable
+        if trainable.keys() != self.parameters.keys():
+            self.follow(cast(Mapping[str, Parameter], trainable))
+
+    @override
+    def follow(self, parameters: Mapping[str, Parameter]) -> None:
+        super().follow(parameters)
+        self._loaded = {kind: self._moved(kind, parts, -1) for kind, parts in self._loaded.items()}
+
+    def _moved(self, kind: str, parts: Parts, sign: int) -> Parts:
+        """Return parts with their places counted from the parameter's first element (sign 1), or the shard's (-1)."""
+        if kind not in _BY_ELEMENT:
+            return dict(parts)
+        starts = {name: sign * self.shard * p.numel() for name, p in self.groups.parameters.items()}
+        return {
+            name: [(first + starts[name], values) for first, values in pieces]
+            for name, pieces in parts.items()
+            if name in starts
+        }
+
+
+def _add_accumulated(flat: Tensor, parameters: Sequence[ShardedParameter]) -> None:
+    """Move gradients of earlier batches of the window, or of earlier backwards, into the buffer."""
+    offset = 0
+    for parameter in parameters:
+        gradient = parameter.take_grad()
+        if gradient is not None:
+            part = flat[offset : offset + gradient.numel()].view(gradient.shape)
+            part.add_(gradient.to(flat.device, non_blocking=True))
+        offset += parameter.numel()

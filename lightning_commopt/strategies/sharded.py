@@ -1,0 +1,418 @@
+"""The hybrid sharded strategy."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_commopt.compression import Compression, method_named
+from lightning_commopt.failure import FailTogether
+from lightning_commopt.measure import CommStats
+from lightning_commopt.routes import ControlGroup, Hierarchy, discover
+from lightning_commopt.sharded import HybridMesh, ShardedPath, ShardGroups, Wrap, shard_automatically
+from lightning_commopt.sharded.parameters import send_from_first, sharded_modules
+from lightning_commopt.sharded.wrap import announce_backward, gather_again, sharded_by_us
+from lightning_commopt.strategies.applied_steps import AppliedSteps
+from lightning_commopt.strategies.elastic import join_restarted
+from lightning_commopt.strategies.nccl import NcclOptions, nccl_variables, set_nccl_variables
+from lightning_commopt.strategies.nonfinite import Nonfinite, raise_named
+from lightning_commopt.strategies.other_lightning import import_hint
+from lightning_commopt.strategies.preflight import check_devices, check_optimizers, device_name, warn_of_mixed_devices
+from lightning_commopt.strategies.residual_checkpoint import ResidualCheckpoint, ResidualPolicy
+from lightning_commopt.strategies.sharded_checks import (
+    check_groups,
+    check_sharded_options,
+    explain_sharded,
+    refuse_sizes,
+    shard_size,
+    sharded_fingerprint,
+)
+from lightning_commopt.strategies.short_window import ShortWindow
+from lightning_commopt.uneven import UnevenBatches
+
+__all__ = ["CommOptShardedStrategy"]
+
+
+class CommOptShardedStrategy(FailTogether, HybridMesh):
+    """Hybrid sharded data parallel (FSDP2): shards inside a node, compressed gradient exchange between nodes.
+
+    Each node holds one replica of the model. Its ranks share parameters, gradients and optimizer state, which FSDP2
+    gathers and reduces over the links of the node, uncompressed. Ranks with the same shard then exchange its gradient
+    between nodes, by the methods and routes of :class:`CommOptStrategy`, once an optimizer step.
+
+    The LightningModule stays as it is, and is sharded by ``wrap``. Or its `configure_model` shards it, with
+    ``fully_shard(module, mesh=self.device_mesh["shard"])``. Buffers (such as those of batch norms) begin alike and are
+    then each rank's own, as always under FSDP2. :meth:`comm_stats` counts what travels between replicas.
+
+    Args:
+        compression: As in :class:`CommOptStrategy`, but for ``"auto"``.
+        wrap: What FSDP2 gathers and reduces at once: a list of module classes (or their names, such as
+            ``["TransformerBlock"]``), or the smallest number of parameters that make a module a group. None for a
+            million. What is left over is one group.
+        hierarchy: ``"auto"``: the ranks of a node share a replica. A number: so many consecutive ranks do.
+        sync: When replicas meet: ``"every_step"``.
+        start_step: As in :class:`CommOptStrategy`.
+        nonfinite: As in :class:`CommOptStrategy`. All ranks agree, by one small all-reduce a step under ``"error"`` and
+            ``"skip"``.
+        residuals: As in :class:`CommOptStrategy`.
+        true_mean: As in :class:`CommOptStrategy`.
+        uneven: ``"error"`` or ``"trim"``, as in :class:`CommOptStrategy`.
+        stall_timeout: As in :class:`CommOptStrategy`.
+        nccl: As in :class:`CommOptStrategy`.
+        save_distributed_checkpoint: True: a checkpoint is a folder to which each rank writes its shards. False: one
+            file of rank 0 with the whole weights and optimizer state, which a Trainer of one process loads, too.
+        **kwargs: ``process_group_backend`` and ``timeout``, as for
+            :class:`~lightning.pytorch.strategies.ModelParallelStrategy`.
+
+    Raises:
+        ValueError: An option is out of its bounds, or cannot be honoured; the message says what to do instead.
+
+    """
+
+    def __init__(
+        self,
+        compression: Compression | str = "bf16",
+        wrap: Wrap = None,
+        *,
+        hierarchy: Hierarchy = "auto",
+        sync: str = "every_step",
+        start_step: int | None = None,
+        nonfinite: Nonfinite | None = None,
+        residuals: ResidualPolicy | None = None,
+        true_mean: bool = False,
+        uneven: Literal["error", "trim"] = "error",
+        stall_timeout: float | timedelta | None = None,
+        nccl: NcclOptions | None = None,
+        save_distributed_checkpoint: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        refuse_sizes(kwargs)
+        super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **kwargs)
+        if compression == "auto":
+            raise ValueError("`compression='auto'` measures DDP only: choose a method for a sharded model, or 'none'.")
+        self.compression = method_named(compression)
+        self.wrap = wrap
+        self.hierarchy = hierarchy
+        self.sync = sync
+        self.nccl = nccl_variables(nccl)
+        self.start_step = self.compression.default_start_step if start_step is None else start_step
+        self.nonfinite: Nonfinite = nonfinite or ("error" if self.compression.error_feedback else "propagate")
+        self.true_mean = true_mean
+        self.stall_timeout = stall_timeout
+        check_sharded_options(self, start_step, nonfinite, uneven)
+        self._short_window = ShortWindow(true_mean)
+        self._uneven = UnevenBatches(uneven)
+        self._checkpoint = ResidualCheckpoint(residuals, repr(self.compression))
+        self._path: ShardedPath | None = None
+        self._shards: ShardGroups | None = None
+        self._steps: AppliedSteps | None = None
+        self._deferred = False
+        self._control_group: tuple[object, ControlGroup] | None = None
+        self._replica_control: tuple[object, ControlGroup] | None = None
+
+    # ---- set-up ---------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        check_devices(self)
+        set_nccl_variables(self)
+        super().setup_environment()
+
+    @override
+    def _setup_distributed(self) -> None:
+        join_restarted(self)
+        super()._setup_distributed()
+
+    @override
+    def _shard_size(self) -> int:
+        self._control.compare({"hierarchy": str(self.hierarchy)})  # ranks make the same groups
+        return shard_size(discover(self.hierarchy, self._control), self.world_size)
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._path = self._steps = None
+        if self.world_size > 1:
+            self._uneven.attach(trainer, self._control)
+        self._reshard()
+        module = self.lightning_module
+        assert module is not None
+        self._control.compare(sharded_fingerprint(self, module))
+        super().setup(trainer)
+        self._shards = ShardGroups(module)
+        check_groups(module, self._shards, self.shard_mesh, self.compression.error_feedback)
+        self._begin_alike(module)
+        if not fitting:
+            return
+        check_optimizers(self)
+        if self.replicas > 1:
+            warn_of_mixed_devices(self._control.all_gather(device_name(self.root_device)))
+            self._make_path(module, self._shards)
+        rank_zero_info(self.explain())
+
+    @override
+    def _shard(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not sharded_modules(module):
+            shard_automatically(module, self.shard_mesh, self.wrap, self.precision_plugin.precision)
+        elif self.wrap is not None and not sharded_by_us(module):
+            raise ValueError("`wrap` has no effect, since `configure_model` shards the module: leave one of them out.")
+
+    def _begin_alike(self, module: Module) -> None:
+        """Give all replicas the parameters of the first, and all ranks the buffers of rank 0."""
+        for parameter in module.parameters():
+            if isinstance(parameter, DTensor):
+                send_from_first(parameter.detach().to_local(), self.replica_mesh.get_group())
+            else:
+                send_from_first(parameter)
+        for buffer in module.buffers():
+            send_from_first(buffer)
+
+    def _make_path(self, module: "pl.LightningModule", shards: ShardGroups) -> None:
+        """Let the gradients of each group of FSDP2 take our path between replicas."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        self._steps = AppliedSteps(scaler) if scaler is not None and scaler.is_enabled() else None
+        may_skip = self._steps is not None or self.nonfinite in ("skip", "propagate")
+        for sharded in sharded_modules(module):
+            if hasattr(sharded, "set_reduce_scatter_unused_params"):
+                sharded.set_reduce_scatter_unused_params(True, recurse=False)
+        self._path = ShardedPath(
+            shards,
+            self.compression,
+            self.replica_mesh.get_group(),
+            self.shard_mesh.get_local_rank(),
+            self.shard_mesh.size(),
+            device=self.root_device,
+            start_step=self.start_step,
+            shadow=may_skip or not module.automatic_optimization,
+        )
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model, one a node."""
+        return self.replica_mesh.size()
+
+    @property
+    def _control(self) -> ControlGroup:
+        """The control group of all ranks, made once for each default process group."""
+        world = dist.group.WORLD
+        if self._control_group is None or self._control_group[0] is not world:
+            self._control_group = (world, ControlGroup(self._timeout))
+        return self._control_group[1]
+
+    @property
+    def _replicas_control(self) -> ControlGroup:
+        """The control group of the ranks with this rank's shard."""
+        world = dist.group.WORLD
+        if self._replica_control is None or self._replica_control[0] is not world:
+            parts = self.device_mesh.mesh.t().tolist()
+            self._replica_control = (world, ControlGroup(self._timeout, parts))
+        return self._replica_control[1]
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._uneven.check_loader(dataloader)
+        return super().process_dataloader(dataloader)
+
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        """Let gradients wait on this rank, reduced over its node, until the last batch of a window."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward; where it synchronises, gradients take their path during it."""
+        assert self.lightning_module is not None
+        assert self._shards is not None
+        accumulated = [g for p in self._shards.parameters.values() if (g := p.grad) is not None]
+        closure_loss = self._short_window.weighted(closure_loss, self.lightning_module, accumulated)
+        by_hand = self._inside_step
+        if by_hand:
+            announce_backward(self.lightning_module, closure_loss)
+        loss = self._exchanging_backward(closure_loss, optimizer, *args, **kwargs)
+        if by_hand:
+            gather_again(self.lightning_module)
+        return loss
+
+    def _exchanging_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        path = self._path
+        if path is None:
+            return super().backward(loss, optimizer, *args, **kwargs)
+        path.deferred = self._deferred or not path.groups.synchronise
+        if path.deferred:
+            return super().backward(loss, optimizer, *args, **kwargs)
+        path.follow_trainable()
+        path.begin_round(lambda: None if self._steps is None else self._steps.loss_scale)
+        loss = super().backward(loss, optimizer, *args, **kwargs)
+        path.finish_round()
+        if self._steps is None and self.nonfinite == "error" and self._somewhere_nonfinite(path):
+            raise_named(path, self._control)
+        return loss
+
+    def _somewhere_nonfinite(self, path: ShardedPath) -> bool:
+        """Whether some gradient was not finite in the last round, of whichever shard."""
+        count = torch.tensor([len(path.nonfinite_parameters())])
+        self._control.all_reduce(count)
+        return bool(count.item())
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: "pl.LightningModule | Module | None" = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step the optimizer, and tell the gradient path whether the step was applied."""
+        output = self._told_step(optimizer, closure, model, **kwargs)
+        if self._inside_step:
+            assert self.lightning_module is not None
+            gather_again(self.lightning_module)
+        return output
+
+    def _told_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: "pl.LightningModule | Module | None" = None,
+        **kwargs: Any,
+    ) -> Any:
+        path = self._path
+        if path is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        names = self._parameters_of(optimizer)
+        if self._steps is None and self.nonfinite == "skip":
+            loss = closure()
+            if self._somewhere_nonfinite(path):
+                rank_zero_warn("A gradient is not finite: this optimizer step is skipped on all ranks.")
+                path.step_done(False, names)
+                return loss
+            closure = lambda: loss  # noqa: E731 - it has run
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        path.step_done(True if self._steps is None else self._steps.applied(optimizer), names)
+        return output
+
+    @property
+    def _inside_step(self) -> bool:
+        """Whether backward and optimizer run inside a step that FSDP2 takes for a forward."""
+        module = self.lightning_module
+        assert module is not None
+        return not module.automatic_optimization and sharded_by_us(module)
+
+    def _parameters_of(self, optimizer: Optimizer) -> frozenset[str] | None:
+        """Names of an optimizer's parameters, None when it is the only one."""
+        if len(self.optimizers) == 1:
+            return None
+        assert self._path is not None
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return frozenset(name for name, p in self._path.groups.parameters.items() if id(p.tensor) in own)
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._reshard()
+
+    @override
+    def on_test_end(self) -> None:
+        super().on_test_end()
+        self._reshard()
+
+    @override
+    def on_predict_end(self) -> None:
+        super().on_predict_end()
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Free parameters that FSDP2 keeps gathered for a backward, which does not follow."""
+        if self.lightning_module is not None:
+            for module in sharded_modules(self.lightning_module):
+                module.reshard()
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: "str | Path", storage_options: Any = None) -> None:
+        """Add the residuals to a checkpoint that can be resumed from; plain Lightning ignores them."""
+        written = None
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.interrupted:
+            self._checkpoint.leave_out(checkpoint, self._path)
+        elif self._path is not None and "optimizer_states" in checkpoint:
+            written = self._checkpoint.add(checkpoint, str(filepath), self._path, self._control, self.checkpoint_io)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if written is not None and self.is_global_zero:
+            self._checkpoint.sweep(*written)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: "str | Path", weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return checkpoint
+        self._checkpoint.remember(str(checkpoint_path), checkpoint)
+        if self._path is None:
+            self._checkpoint.forget()
+        else:
+            self._checkpoint.restore(self._path, self._control, self.checkpoint_io)
+        return checkpoint
+
+    @override
+    def remove_checkpoint(self, filepath: "str | Path") -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            self._checkpoint.remove(str(filepath))
+
+    # ---- what happened --------------------------------------------------------------------------------------------
+
+    def comm_stats(self) -> CommStats:
+        """Return what this rank exchanged with other replicas since the fit began. Not a collective."""
+        return CommStats(method="none", world_size=self.world_size) if self._path is None else self._path.stats()
+
+    def gather_comm_stats(self) -> list[CommStats]:
+        """Return every rank's :meth:`comm_stats`, waiting told from transfer. A collective: call it on all ranks."""
+        if self._path is not None:
+            self._path.recorder.compare_waiting(self._replicas_control.all_gather)
+        return self._control.all_gather(self.comm_stats())
+
+    def explain(self) -> str:
+        """Return what is in force, and why, in one line."""
+        return explain_sharded(self)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        runtime = ("_path", "_shards", "_steps", "_device_mesh", "_control_group", "_replica_control")
+        return super().__getstate__() | dict.fromkeys(runtime)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(compression={self.compression!r}){import_hint()}"
+
+    @override
+    def teardown(self) -> None:
+        self._uneven.detach()
+        if self._path is not None:
+            self._path.detach()
+            self._path.close()
+        if self._steps is not None:
+            self._steps.close()
+        super().teardown()
