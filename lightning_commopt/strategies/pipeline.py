@@ -71,6 +71,8 @@ class CommOptPipelineStrategy(CommOptStrategy):
         cuts: The first block, by name or index, of every stage but the first. None balances floating-point operations.
         stages_per_rank: Stages on each process, with ``"interleaved"``.
         loss: ``"mean"`` where the loss of a batch is a mean over samples, ``"sum"`` where it is a sum.
+        memory_limit_gb: Most memory of a rank, in GB, for weights, gradients, two moments and activations, which
+            balanced cuts respect. None for nine tenths of a GPU; on the CPU, for no limit.
         different_batches: What to do when ranks of a pipeline load different batches: ``"error"`` ends all ranks,
             ``"broadcast"`` gives the batch of the first one to the others, always.
         compression: As in :class:`CommOptStrategy`, between replicas.
@@ -91,6 +93,7 @@ class CommOptPipelineStrategy(CommOptStrategy):
         cuts: Sequence[int | str] | None = None,
         stages_per_rank: int | None = None,
         loss: Literal["mean", "sum"] = "mean",
+        memory_limit_gb: float | None = None,
         different_batches: DifferentBatches = "error",
         compression: Compression | str = "none",
         **kwargs: Any,
@@ -99,7 +102,7 @@ class CommOptPipelineStrategy(CommOptStrategy):
         self.stages, self.microbatches, self.schedule = stages, microbatches, schedule
         self.blocks = blocks if blocks is None or isinstance(blocks, str) else tuple(blocks)
         self.cuts = None if cuts is None else tuple(cuts)
-        self.stages_per_rank, self.loss = stages_per_rank, loss
+        self.stages_per_rank, self.loss, self.memory_limit_gb = stages_per_rank, loss, memory_limit_gb
         check_pipeline_options(self)
         self._batches = BatchAgreement(different_batches)
         self._grid: tuple[object, PipelineGroups] | None = None
@@ -224,8 +227,9 @@ class CommOptPipelineStrategy(CommOptStrategy):
         assert module is not None
         if self._staged is None:
             module._device = self.root_device
+            limit = None if self.memory_limit_gb is None else 1e9 * self.memory_limit_gb
             options = EngineOptions(
-                self.schedule, self._microbatches, self.stages_per_rank, self.cuts, self.loss == "sum"
+                self.schedule, self._microbatches, self.stages_per_rank, self.cuts, self.loss == "sum", limit
             )
             grid, context = self._groups_of_pipeline, self.precision_plugin.forward_context
             seed = self._control.broadcast(torch.initial_seed() % 2**40) + grid.replica

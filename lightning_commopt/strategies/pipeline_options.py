@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_pipeline_options", "explain_pipeline", "pipeline_fingerprint"]
 
-_COMPARED = ("stages", "microbatches", "schedule", "blocks", "cuts", "stages_per_rank", "loss")
+_COMPARED = ("stages", "microbatches", "schedule", "blocks", "cuts", "stages_per_rank", "loss", "memory_limit_gb")
 
 
 def check_pipeline_options(strategy: "CommOptPipelineStrategy") -> None:
@@ -25,6 +25,9 @@ def check_pipeline_options(strategy: "CommOptPipelineStrategy") -> None:
             raise ValueError(f"`{name}={value!r}` must be an int of at least 1, or None.")
     if strategy.loss not in get_args(Literal["mean", "sum"]):
         raise ValueError(f"`loss={strategy.loss!r}` must be 'mean' or 'sum'.")
+    limit = strategy.memory_limit_gb
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or limit <= 0):
+        raise ValueError(f"`memory_limit_gb={limit!r}` must be a number of GB above 0, or None.")
     schedule_named(strategy.schedule, 2, 2, strategy.stages_per_rank)
     if strategy._ddp_kwargs.get("static_graph"):
         raise ValueError(
