@@ -16,7 +16,14 @@ from lightning_commopt.pipeline.actions import Kind, Schedule
 from lightning_commopt.pipeline.balance import DoesNotFitError
 from lightning_commopt.pipeline.deferred_linear import DeferredWeights
 from lightning_commopt.pipeline.errors import PipelineError
-from lightning_commopt.pipeline.memory import block_memory, device_bytes, held_microbatches, stage_bytes, within
+from lightning_commopt.pipeline.memory import (
+    BlockMemory,
+    block_memory,
+    device_bytes,
+    held_microbatches,
+    stage_bytes,
+    within,
+)
 from lightning_commopt.pipeline.microbatches import Microbatch, signature, split_batch
 from lightning_commopt.pipeline.named import ScheduleName, schedule_named
 from lightning_commopt.pipeline.partition import Partition
@@ -24,6 +31,7 @@ from lightning_commopt.pipeline.plan import Plan, block_of_parameters, choose_cu
 from lightning_commopt.pipeline.recording import StepRecorder
 from lightning_commopt.pipeline.runner import Runner, forwards_of
 from lightning_commopt.pipeline.slicing import Position, Slices, StageRun
+from lightning_commopt.pipeline.tensor_parallel import TensorParallel, TensorParallelPlan
 from lightning_commopt.pipeline.timing import StepTimer
 from lightning_commopt.pipeline.trace import Flow, Shape, Trace, trace_step
 
@@ -42,6 +50,9 @@ class EngineOptions:
         stages_per_rank: Where the schedule leaves it open.
         cuts: By hand, or None.
         summed: Whether the loss is a sum over samples, not a mean.
+        plan: Which matrices are divided among ranks, or None.
+        slices: Ranks that divide them.
+        wire: What float32 tensors travel as between stages; as they are without it.
         memory_limit: Most bytes of a rank; None for nine tenths of a GPU, and for any number on a CPU.
 
     """
@@ -52,6 +63,9 @@ class EngineOptions:
     cuts: tuple[int | str, ...] | None
     summed: bool
     memory_limit: float | None = None
+    plan: TensorParallelPlan | None = None
+    slices: int = 1
+    wire: torch.dtype | None = None
 
     def schedule_of(self, ranks: int, microbatches: int) -> Schedule:
         """Return the schedule for some microbatches."""
@@ -87,7 +101,7 @@ class Engine:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.placement = options.schedule_of(self.ranks, options.microbatches).placement
         self.deferred = DeferredWeights()
-        self.runner = Runner(group, device, self._put_off)
+        self.runner = Runner(group, device, self._put_off, options.wire)
         self.timer = self.runner.timer = StepTimer(device)
         self.costs: list[float] = []
         self._traces: dict[tuple[Any, ...], Trace] = {}
@@ -97,6 +111,7 @@ class Engine:
         self.plan: Plan | None = None
         self.first_trace: Trace | None = None
         self._position: Position | None = None
+        self._tensor: TensorParallel | None = None
         self._tracing = False
         self._state_owner: dict[str, int] = {}
 
@@ -142,7 +157,7 @@ class Engine:
         self.first_trace = trace
         stages = [stage for stage, rank in enumerate(self.placement) if rank == self.rank]
         position = self._position = Position(self.plan, self.device)
-        if self._splits_backward:
+        if self._splits_backward and self.options.plan is None:
             self.deferred.install(module)
         self.partition = Partition(module, position, stages)
         self.partition.place_blocks(self.device)
@@ -154,7 +169,11 @@ class Engine:
         limit = options.memory_limit
         if limit is None and self.device.type == "cuda":
             limit = _OF_A_GPU * (device_bytes(self.device) or 0)
-        memory = block_memory(trace, self._shapes, block_of_parameters(self.module, self.blocks))
+        in_block = block_of_parameters(self.module, self.blocks)
+        memory = [
+            BlockMemory(block.state // options.slices, block.activations)
+            for block in block_memory(trace, self._shapes, in_block)
+        ]
         fits = None if limit is None else within(limit, schedule, memory)
         try:
             return choose_cuts(trace, self.blocks, stages, options.cuts, self.costs, fits)
@@ -169,6 +188,13 @@ class Engine:
                 raise PipelineError(f"{text} Or raise `memory_limit_gb`.") from None
             rank_zero_warn(text)
             return choose_cuts(trace, self.blocks, stages, options.cuts, self.costs)
+
+    def divide(self, tensor: TensorParallel) -> None:
+        """Keep this rank's part of matrices in blocks. A collective is in every forward from here on."""
+        tensor.shard(self.module)
+        self._tensor = tensor
+        if self._splits_backward:
+            self.deferred.install(self.module)
 
     def settle(self, method: str, batch: Any, extra: Sequence[Any]) -> dict[str, tuple[int, ...]]:
         """Find out which stages need which parameter outside of blocks, and keep this rank's alone.
@@ -299,7 +325,10 @@ class Engine:
     def _whole(self) -> Iterator[None]:
         self._tracing = True
         try:
-            with contextlib.nullcontext() if self.partition is None else self.partition.whole():
+            with (
+                contextlib.nullcontext() if self.partition is None else self.partition.whole(),
+                contextlib.nullcontext() if self._tensor is None else self._tensor.suspended(),
+            ):
                 yield
         finally:
             self._tracing = False
