@@ -43,17 +43,17 @@ class BatchAgreement:
 
         """
         if self.policy == "broadcast":
-            mine = move_data_to_device(batch, torch.device("cpu")) if groups.place == 0 else None
-            return move_data_to_device(groups.control.broadcast(mine), device)
+            mine = move_data_to_device(batch, torch.device("cpu")) if groups.copy_control.rank == 0 else None
+            return move_data_to_device(groups.copy_control.broadcast(mine), device)
         seen = self._seen[kind] = self._seen.get(kind, -1) + 1
         if seen >= _FIRST and seen % _EVERY:
             return batch
         digests = control.all_gather(_digest(batch))
-        for pipeline in groups.pipelines:
-            other = [rank for rank in pipeline if digests[rank] != digests[pipeline[0]]]
+        for copy in groups.copies:
+            other = [rank for rank in copy if digests[rank] != digests[copy[0]]]
             if other:
                 raise PipelineError(
-                    f"Rank(s) {other} loaded another batch than rank {pipeline[0]} of their pipeline for `{kind}`. All "
+                    f"Rank(s) {other} loaded another batch than rank {copy[0]} of their pipeline for `{kind}`. All "
                     "stages must see the same data: use `seed_everything(..., workers=True)` and a sampler with "
                     "`strategy.distributed_sampler_kwargs`, or `different_batches='broadcast'` to send the first "
                     "rank's batch to the others."

@@ -9,11 +9,21 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_commopt.pipeline.actions import Kind, Schedule
+from lightning_commopt.pipeline.balance import DoesNotFitError
 from lightning_commopt.pipeline.deferred_linear import DeferredWeights
 from lightning_commopt.pipeline.errors import PipelineError
+from lightning_commopt.pipeline.memory import (
+    BlockMemory,
+    block_memory,
+    device_bytes,
+    held_microbatches,
+    stage_bytes,
+    within,
+)
 from lightning_commopt.pipeline.microbatches import Microbatch, signature, split_batch
 from lightning_commopt.pipeline.named import ScheduleName, schedule_named
 from lightning_commopt.pipeline.partition import Partition
@@ -21,10 +31,13 @@ from lightning_commopt.pipeline.plan import Plan, block_of_parameters, choose_cu
 from lightning_commopt.pipeline.recording import StepRecorder
 from lightning_commopt.pipeline.runner import Runner, forwards_of
 from lightning_commopt.pipeline.slicing import Position, Slices, StageRun
+from lightning_commopt.pipeline.tensor_parallel import TensorParallel, TensorParallelPlan
 from lightning_commopt.pipeline.timing import StepTimer
 from lightning_commopt.pipeline.trace import Flow, Shape, Trace, trace_step
 
 __all__ = ["Engine", "EngineOptions"]
+
+_OF_A_GPU = 0.9
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,10 @@ class EngineOptions:
         stages_per_rank: Where the schedule leaves it open.
         cuts: By hand, or None.
         summed: Whether the loss is a sum over samples, not a mean.
+        plan: Which matrices are divided among ranks, or None.
+        slices: Ranks that divide them.
+        wire: What float32 tensors travel as between stages; as they are without it.
+        memory_limit: Most bytes of a rank; None for nine tenths of a GPU, and for any number on a CPU.
 
     """
 
@@ -45,6 +62,10 @@ class EngineOptions:
     stages_per_rank: int | None
     cuts: tuple[int | str, ...] | None
     summed: bool
+    memory_limit: float | None = None
+    plan: TensorParallelPlan | None = None
+    slices: int = 1
+    wire: torch.dtype | None = None
 
     def schedule_of(self, ranks: int, microbatches: int) -> Schedule:
         """Return the schedule for some microbatches."""
@@ -80,7 +101,7 @@ class Engine:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.placement = options.schedule_of(self.ranks, options.microbatches).placement
         self.deferred = DeferredWeights()
-        self.runner = Runner(group, device, self._put_off)
+        self.runner = Runner(group, device, self._put_off, options.wire)
         self.timer = self.runner.timer = StepTimer(device)
         self.costs: list[float] = []
         self._traces: dict[tuple[Any, ...], Trace] = {}
@@ -90,6 +111,7 @@ class Engine:
         self.plan: Plan | None = None
         self.first_trace: Trace | None = None
         self._position: Position | None = None
+        self._tensor: TensorParallel | None = None
         self._tracing = False
         self._state_owner: dict[str, int] = {}
 
@@ -131,15 +153,48 @@ class Engine:
         part = split_batch(batch, self.options.microbatches)[0]
         trace = self._trace(method, part, extra)
         self.costs = costs_of(trace, self._shapes, block_of_parameters(module, self.blocks))
-        self.plan = choose_cuts(trace, self.blocks, len(self.placement), self.options.cuts, self.costs)
+        self.plan = self._choose_cuts(trace)
         self.first_trace = trace
         stages = [stage for stage, rank in enumerate(self.placement) if rank == self.rank]
         position = self._position = Position(self.plan, self.device)
-        if self._splits_backward:
+        if self._splits_backward and self.options.plan is None:
             self.deferred.install(module)
         self.partition = Partition(module, position, stages)
         self.partition.place_blocks(self.device)
         self._slices = Slices(module, position, self._context)
+
+    def _choose_cuts(self, trace: Trace) -> Plan:
+        options, stages = self.options, len(self.placement)
+        schedule = options.schedule_of(self.ranks, options.microbatches)
+        limit = options.memory_limit
+        if limit is None and self.device.type == "cuda":
+            limit = _OF_A_GPU * (device_bytes(self.device) or 0)
+        in_block = block_of_parameters(self.module, self.blocks)
+        memory = [
+            BlockMemory(block.state // options.slices, block.activations)
+            for block in block_memory(trace, self._shapes, in_block)
+        ]
+        fits = None if limit is None else within(limit, schedule, memory)
+        try:
+            return choose_cuts(trace, self.blocks, stages, options.cuts, self.costs, fits)
+        except DoesNotFitError as error:
+            total = stage_bytes(memory, max(held_microbatches(schedule)))
+            text = (
+                f"{error} Weights, gradients, two moments and activations need about {total / 1e9:.2g} GB in all, and "
+                f"a rank has {(limit or 0) / 1e9:.2g} GB: take more `stages`, smaller microbatches (more of them, or a "
+                "smaller batch), or activation checkpointing."
+            )
+            if options.memory_limit is not None:
+                raise PipelineError(f"{text} Or raise `memory_limit_gb`.") from None
+            rank_zero_warn(text)
+            return choose_cuts(trace, self.blocks, stages, options.cuts, self.costs)
+
+    def divide(self, tensor: TensorParallel) -> None:
+        """Keep this rank's part of matrices in blocks. A collective is in every forward from here on."""
+        tensor.shard(self.module)
+        self._tensor = tensor
+        if self._splits_backward:
+            self.deferred.install(self.module)
 
     def settle(self, method: str, batch: Any, extra: Sequence[Any]) -> dict[str, tuple[int, ...]]:
         """Find out which stages need which parameter outside of blocks, and keep this rank's alone.
@@ -270,7 +325,10 @@ class Engine:
     def _whole(self) -> Iterator[None]:
         self._tracing = True
         try:
-            with contextlib.nullcontext() if self.partition is None else self.partition.whole():
+            with (
+                contextlib.nullcontext() if self.partition is None else self.partition.whole(),
+                contextlib.nullcontext() if self._tensor is None else self._tensor.suspended(),
+            ):
                 yield
         finally:
             self._tracing = False

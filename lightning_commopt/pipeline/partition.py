@@ -56,6 +56,11 @@ class Partition:
                 owned[name] = parameter
         return owned
 
+    @property
+    def first_names(self) -> dict[int, str]:
+        """The first name of each parameter of the whole model, by identity."""
+        return {id(p): name for name, p in reversed(list(self.parameters.items()))}
+
     def plan_stage(self, name: str) -> int:
         """Return the stage whose values of a parameter count, the first of those that need it."""
         if name in self.owners:
@@ -76,7 +81,7 @@ class Partition:
                 if id(parameter) not in kept and id(parameter) not in outside:
                     _empty(parameter)
         self._set_blocks(self._absent)
-        self._module.to(device)
+        self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
     def place_parameters(self, owners: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
         """Let go of parameters outside of blocks that no stage of this rank needs.

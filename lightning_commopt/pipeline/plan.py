@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_commopt.pipeline.balance import balance
+from lightning_commopt.pipeline.balance import DoesNotFitError, balance
 from lightning_commopt.pipeline.blocks import block_index
 from lightning_commopt.pipeline.errors import PipelineError
+from lightning_commopt.pipeline.memory import Fits
 from lightning_commopt.pipeline.trace import Shape, Trace
 
 __all__ = ["Plan", "block_of_parameters", "choose_cuts", "owners_of", "state_owners"]
@@ -47,11 +48,25 @@ class Plan:
 
 
 def choose_cuts(
-    trace: Trace, blocks: Sequence[str], stages: int, chosen: Sequence[int | str] | None, costs: Sequence[float]
+    trace: Trace,
+    blocks: Sequence[str],
+    stages: int,
+    chosen: Sequence[int | str] | None,
+    costs: Sequence[float],
+    fits: Fits | None = None,
 ) -> Plan:
     """Cut where the user says, or so that the costliest stage is as cheap as can be.
 
+    Args:
+        trace: Of a microbatch.
+        blocks: Names of the blocks.
+        stages: Number of stages.
+        chosen: Cuts by hand.
+        costs: Of each block.
+        fits: Tells whether there is memory for a stage.
+
     Raises:
+        DoesNotFitError: There is not, wherever the model is cut.
         PipelineError: A cut is impossible there, or there are not enough places to cut.
 
     """
@@ -65,7 +80,7 @@ def choose_cuts(
                     f"There can be no cut before block `{blocks[cut]}`: {trace.uncuttable[cut]}. Cut elsewhere with "
                     "`cuts=[...]`."
                 )
-        return Plan(tuple(blocks), cuts)
+        return _fitting(Plan(tuple(blocks), cuts), fits)
     starts = [0, *(i for i in range(1, len(blocks)) if i not in trace.uncuttable)]
     if len(starts) < stages:
         reason = f": {next(iter(trace.uncuttable.values()))}" if trace.uncuttable else ""
@@ -75,7 +90,20 @@ def choose_cuts(
         )
     ends = [*starts[1:], len(blocks)]
     merged = [sum(costs[start:end]) for start, end in zip(starts, ends, strict=True)]
-    return Plan(tuple(blocks), tuple(starts[part] for part in balance(merged, stages)))
+    places = [*starts, len(blocks)]
+
+    def merged_fits(stage: int, first: int, end: int) -> bool:
+        return fits is None or fits(stage, places[first], places[end])
+
+    return Plan(tuple(blocks), tuple(starts[part] for part in balance(merged, stages, merged_fits)))
+
+
+def _fitting(plan: Plan, fits: Fits | None) -> Plan:
+    for stage in range(plan.stages):
+        own = plan.blocks_of(stage)
+        if fits is not None and not fits(stage, own.start, own.stop):
+            raise DoesNotFitError(f"Stage {stage} of `cuts={list(plan.cuts)}` is not within its limit.")
+    return plan
 
 
 def block_of_parameters(module: nn.Module, blocks: Sequence[str]) -> dict[str, int]:

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_commopt.pipeline.actions import Schedule
+from lightning_commopt.pipeline.memory import held_microbatches
 from lightning_commopt.pipeline.plan import Plan
-from lightning_commopt.pipeline.simulate import StageCost, peak_activations, simulate
+from lightning_commopt.pipeline.simulate import Simulation, StageCost, simulate
 from lightning_commopt.pipeline.trace import Shape, Trace
 
 __all__ = ["StageReport", "partition_table", "predicted_bubble", "stage_reports"]
@@ -20,7 +21,7 @@ class StageReport:
         rank: Its rank in the pipeline.
         blocks: Names of its first and last block.
         parameters: Number of elements, shared ones counted on each stage.
-        parameter_bytes: Their bytes.
+        state_bytes: Of these, and of gradients and two moments of those that train.
         flops: Of a microbatch's forward.
         activation_bytes: That are held for a microbatch's backward.
 
@@ -30,7 +31,7 @@ class StageReport:
     rank: int
     blocks: tuple[str, str]
     parameters: int
-    parameter_bytes: int
+    state_bytes: int
     flops: int
     activation_bytes: int
 
@@ -58,14 +59,14 @@ def stage_reports(
     for stage in range(plan.stages):
         blocks = plan.blocks_of(stage)
         own = {identities[name]: shapes[name] for name, stages in owners.items() if stage in stages}
-        nbytes = sum(shape.nbytes for shape in own.values())
+        state = sum(shape.nbytes * (4 if shape.requires_grad else 1) for shape in own.values())
         reports.append(
             StageReport(
                 stage,
                 placement[stage],
                 (plan.blocks[blocks[0]], plan.blocks[blocks[-1]]),
                 sum(shape.nbytes // shape.dtype.itemsize for shape in own.values()),
-                nbytes,
+                state,
                 sum(trace.blocks[i].flops for i in blocks),
                 sum(trace.blocks[i].activation_bytes for i in blocks),
             )
@@ -75,15 +76,14 @@ def stage_reports(
 
 def predicted_bubble(schedule: Schedule, flops: Sequence[float]) -> float:
     """Return the fraction of a step in which ranks wait, if time goes with floating-point operations."""
-    if not sum(flops):
-        flops = [1.0] * len(flops)
-    return simulate(schedule, [StageCost(cost, 2 * cost, cost) for cost in flops]).bubble
+    return _simulated(schedule, flops).bubble
 
 
 def partition_table(reports: Sequence[StageReport], schedule: Schedule, name: str) -> str:
     """Return the table of stages, and the predicted bubble below."""
-    held = peak_activations(schedule, [float(r.activation_bytes) for r in reports])
-    head = ("stage", "rank", "blocks", "parameters", "GFLOP", "activations, MB")
+    held = held_microbatches(schedule)
+    simulated = _simulated(schedule, [float(r.flops) for r in reports])
+    head = ("stage", "rank", "blocks", "parameters", "GFLOP", "activations, MB", "memory, MB", "bubble of rank")
     rows = [
         (
             str(r.stage),
@@ -92,14 +92,22 @@ def partition_table(reports: Sequence[StageReport], schedule: Schedule, name: st
             f"{r.parameters:,}",
             f"{r.flops / 1e9:.3g}",
             f"{r.activation_bytes / 1e6:.3g}",
+            f"{(r.state_bytes + held[r.stage] * r.activation_bytes) / 1e6:.3g}",
+            f"{simulated.bubbles[r.rank]:.1%}",
         )
         for r in reports
     ]
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
-    bubble = predicted_bubble(schedule, [float(r.flops) for r in reports])
     lines.append(
-        f"schedule {name} with {schedule.microbatches} microbatches: predicted bubble {bubble:.1%} of a step; at most "
-        f"{max(held) / 1e6:.3g} MB of activations on a rank. GFLOP and MB are of one microbatch's forward."
+        f"schedule {name} with {schedule.microbatches} microbatches: predicted bubble {simulated.bubble:.1%} of a "
+        "step. GFLOP and activations are of one microbatch's forward; memory is that of weights, gradients, two "
+        "moments, and the activations that a stage holds at most."
     )
     return "\n".join(["commopt: the model is cut into stages.", *(line.rstrip() for line in lines)])
+
+
+def _simulated(schedule: Schedule, flops: Sequence[float]) -> Simulation:
+    if not sum(flops):
+        flops = [1.0] * len(flops)
+    return simulate(schedule, [StageCost(cost, 2 * cost, cost) for cost in flops])

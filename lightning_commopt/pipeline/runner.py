@@ -42,7 +42,7 @@ class _Step:
     flows: Callable[[int, int], Sequence[Flow]]
     timer: StepTimer | None
     ready: dict[Message, tuple[Tensor, ...]] = field(default_factory=dict)
-    arriving: dict[Message, list[dist.Work]] = field(default_factory=dict)
+    arriving: dict[Message, tuple[list[dist.Work], list[torch.dtype]]] = field(default_factory=dict)
     leaving: list[dist.Work] = field(default_factory=list)
     sent: list[Tensor] = field(default_factory=list)  # until they have left
     kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
@@ -55,6 +55,7 @@ class Runner:
         group: The ranks of the pipeline.
         device: Where they compute.
         put_off: Runs a backward for inputs, and returns what computes the gradients of weights later.
+        wire: What float32 tensors travel as between ranks; as they are without it.
 
     Attributes:
         timer: Times steps that run backwards, if there is one.
@@ -66,7 +67,9 @@ class Runner:
         group: dist.ProcessGroup,
         device: torch.device,
         put_off: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+        wire: torch.dtype | None = None,
     ) -> None:
+        self._wire = wire
         self._group, self._device = group, device
         self._rank = dist.get_rank(group)
         self._put_off = put_off
@@ -102,7 +105,8 @@ class Runner:
 
     def _send(self, step: _Step, send: Send) -> None:
         peer = dist.get_global_rank(self._group, send.peer)
-        for tensor in step.ready.pop(send.message):
+        for made in step.ready.pop(send.message):
+            tensor = made.to(self._travels_as(made.dtype))
             work = dist.isend(tensor, peer, group=self._group)
             assert work is not None
             step.leaving.append(work)
@@ -110,20 +114,28 @@ class Runner:
 
     def _receive(self, step: _Step, receive: Receive) -> None:
         peer = dist.get_global_rank(self._group, receive.peer)
-        buffers = [torch.empty(f.tensor.shape, dtype=f.tensor.dtype, device=self._device) for f in _of(step, receive)]
+        shapes = [flow.tensor for flow in _of(step, receive)]
+        buffers = [torch.empty(s.shape, dtype=self._travels_as(s.dtype), device=self._device) for s in shapes]
         works = []
         for buffer in buffers:
             work = dist.irecv(buffer, peer, group=self._group)
             assert work is not None
             works.append(work)
-        step.arriving[receive.message] = works
+        step.arriving[receive.message] = works, [s.dtype for s in shapes]
         step.ready[receive.message] = tuple(buffers)
 
     @staticmethod
     def _take(step: _Step, message: Message) -> tuple[Tensor, ...]:
-        for work in step.arriving.pop(message, ()):
+        tensors = step.ready.pop(message)
+        if message not in step.arriving:  # from a stage of this rank
+            return tensors
+        works, dtypes = step.arriving.pop(message)
+        for work in works:
             work.wait()
-        return step.ready.pop(message)
+        return tuple(tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True))
+
+    def _travels_as(self, dtype: torch.dtype) -> torch.dtype:
+        return self._wire if self._wire is not None and dtype is torch.float32 else dtype
 
     # ---- computation ----------------------------------------------------------------------------------------------
 

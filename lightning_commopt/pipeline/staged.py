@@ -1,6 +1,6 @@
 """A user's module in stages, from its first batch to the end of a run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,14 +12,17 @@ from torch import Tensor
 
 from lightning_commopt.pipeline.bubble_report import bubble_report
 from lightning_commopt.pipeline.engine import Engine, EngineOptions
+from lightning_commopt.pipeline.errors import PipelineError
 from lightning_commopt.pipeline.groups import PipelineGroups, SharedGroups
+from lightning_commopt.pipeline.materialise import is_on_meta, materialise
 from lightning_commopt.pipeline.measured import typical_step
 from lightning_commopt.pipeline.metrics import StagedMetrics
 from lightning_commopt.pipeline.partition import Partition
 from lightning_commopt.pipeline.recording import StepRecorder, log_again
 from lightning_commopt.pipeline.replay import replay
-from lightning_commopt.pipeline.state import stream
-from lightning_commopt.pipeline.weights import align, collect
+from lightning_commopt.pipeline.state import ScatteredState
+from lightning_commopt.pipeline.tensor_parallel import TensorParallel
+from lightning_commopt.pipeline.weights import align, collect, part
 
 __all__ = ["StagedModel"]
 
@@ -42,6 +45,8 @@ class StagedModel:
         engine: This rank's part of the pipeline.
         settled: Whether it is known which stages need the parameters outside of blocks.
         places: The ranks of the pipeline that hold each parameter, ascending, by name; the first one speaks for it.
+        tensor: What divides matrices, if they are.
+        parted: Whether the module was made on the meta device: it is never whole on any rank, nor after the run.
 
     """
 
@@ -58,10 +63,12 @@ class StagedModel:
         self._module, self._groups, self._device = module, groups, device
         self.engine = Engine(module, blocks, options, groups.pipeline, device, context, seed)
         self.settled = False
+        self.parted = is_on_meta(module)
         self.places: dict[str, tuple[int, ...]] = {}
         self._shared = SharedGroups({}, {})
         self._names: dict[int, str] = {}
         self._metrics: StagedMetrics | None = None
+        self.tensor: TensorParallel | None = None
         self._evaluated = 0
 
     @property
@@ -78,18 +85,29 @@ class StagedModel:
     def counts_here(self, parameter: Tensor) -> bool:
         """Return whether this rank counts a parameter in the norm of the whole model."""
         name = self._names.get(id(parameter))
-        return name is not None and self._shared.counts_here(name, self._groups.place)
+        if name is None or not self._shared.counts_here(name, self._groups.place):
+            return False
+        return self.tensor is None or self.tensor.counts(name)
 
     # ---- taking apart ---------------------------------------------------------------------------------------------
 
-    def cut(self, method: str, batch: Any, extra: Sequence[Any]) -> None:
-        """Keep this rank's blocks alone, with the same values on all replicas."""
+    def cut(self, method: str, batch: Any, extra: Sequence[Any], *, aligned: bool = False) -> None:
+        """Keep this rank's blocks alone, with the same values on all replicas.
+
+        Args:
+            method: Name of the step that is run first.
+            batch: Its first batch.
+            extra: Its further arguments.
+            aligned: Whether ranks have their values from an earlier run, each its own.
+
+        """
         engine, groups = self.engine, self._groups
         engine.cut(method, batch, extra)
         self._metrics = StagedMetrics(
             self._module, engine.last_rank, groups.control, groups.data, lambda: engine.in_step
         )
-        align(engine, groups)
+        if not aligned:
+            align(engine, groups)
 
     def settle(self, method: str, batch: Any, extra: Sequence[Any]) -> dict[str, tuple[int, ...]]:
         """Keep those parameters outside of blocks that this rank needs.
@@ -102,10 +120,48 @@ class StagedModel:
         owners = engine.settle(method, batch, extra)
         self.places = {name: tuple(sorted({engine.placement[s] for s in of})) for name, of in owners.items()}
         self._shared = self._groups.shared(self.places)
-        names = {id(p): name for name, p in reversed(list(self.partition.parameters.items()))}
+        names = self.partition.first_names
         self._names = {id(p): names[id(p)] for p in self.partition.owned.values()}
         self.settled = True
         return owners
+
+    def divide(self) -> None:
+        """Keep this rank's part of matrices, if that was chosen; they must have their values."""
+        plan, group = self.engine.options.plan, self._groups.tensor
+        if plan is not None and group is not None and self.tensor is None:
+            self.tensor = TensorParallel(plan, group, self.engine.deferred.linear)
+            self.engine.divide(self.tensor)
+
+    def materialise(self, seed: int, state: Mapping[str, Tensor] | None) -> list[str]:
+        """Give values to what is here of a module that was made on the meta device.
+
+        Args:
+            seed: The same on all ranks.
+            state: A state dict of the whole module to take values from.
+
+        Returns:
+            The names of what had none.
+
+        Raises:
+            PipelineError: On every rank: a module cannot initialise what it has.
+
+        """
+        groups, born, problem = self._groups, list[str](), ""
+        try:
+            born = materialise(
+                self._module, self.partition.first_names, self._device, seed, state, self.partition.dummies
+            )
+        except PipelineError as error:
+            problem = str(error)
+        if problems := list(filter(None, groups.control.all_gather(problem))):
+            raise PipelineError(problems[0])
+        tensors = dict(self._module.named_parameters(remove_duplicate=False)) | dict(self._module.named_buffers())
+        for name in born:
+            if groups.replicas > 1:  # devices of another kind draw other numbers
+                dist.broadcast(tensors[name].data, group=groups.data, group_src=0)
+            if (group := self._shared.group_of(name)) is not None:
+                dist.broadcast(tensors[name].data, group=group, group_src=0)
+        return born
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -147,9 +203,12 @@ class StagedModel:
     def align_gradients(self) -> None:
         """Take the gradients of shared parameters from the first rank that holds them.
 
-        The means over replicas of a shared parameter may differ between stages in the last bit, or much.
+        The means over replicas of a shared parameter may differ between stages in the last bit, or much, and so may
+        those of a parameter that is not divided between the ranks that divide others.
         """
         for name, parameter in self.engine.trainable.items():
+            if self.tensor is not None and parameter.grad is not None and name not in self.tensor.splits:
+                dist.broadcast(parameter.grad, group=self._groups.tensor, group_src=0)
             if (group := self._shared.group_of(name)) is not None and parameter.grad is not None:
                 dist.broadcast(parameter.grad, group=group, group_src=0)
 
@@ -179,17 +238,17 @@ class StagedModel:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the whole module on the first rank of the pipeline, and nothing elsewhere."""
-        engine, state = self.engine, self._module.state_dict()
-        owners = engine.state_owners()
-        return stream(
-            self.partition.state_keys,
-            lambda key: engine.placement[owners[key]],
-            state.__getitem__,
-            self._groups.control,
-        )
+        return self.scattered().state_dict()
+
+    def scattered(self) -> ScatteredState:
+        """Return where the state of the module is. Not a collective."""
+        engine = self.engine
+        places = {key: engine.placement[stage] for key, stage in engine.state_owners().items()}
+        cuts = self.partition.plan.cuts
+        return ScatteredState(self._module, self.partition.state_keys, places, cuts, self._groups, self.tensor)
 
     def close(self, *, alone: bool) -> None:
-        """Give the module its weights back, on the CPU of every rank.
+        """Give the module its weights back, on the CPU of every rank, or of this rank alone if it is ``parted``.
 
         Args:
             alone: Whether other ranks cannot be asked; what they have becomes NaN, and this is not a collective.
@@ -197,5 +256,9 @@ class StagedModel:
         """
         if self._metrics is not None:
             self._metrics.close()
-        if self.engine.partition is not None:
+        if self.tensor is not None:
+            self.tensor.abandon() if alone else self.tensor.unshard()
+        if self.parted:
+            part(self.engine)
+        elif self.engine.partition is not None:
             collect(self.engine, self._groups, alone=alone)

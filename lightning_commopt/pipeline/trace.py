@@ -163,7 +163,11 @@ def _fake_tensors(
             fakes[id(parameter)] = fake.requires_grad_(parameter.requires_grad)
         tensors[name] = fakes[id(parameter)]
     for name, buffer in module.named_buffers(remove_duplicate=False):
-        tensors[name] = buffer.detach().to(device, copy=True)
+        if buffer.is_meta:
+            with mode:
+                tensors[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+        else:
+            tensors[name] = buffer.detach().to(device, copy=True)
     return tensors
 
 

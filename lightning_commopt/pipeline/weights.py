@@ -8,7 +8,7 @@ from lightning_commopt.pipeline.engine import Engine
 from lightning_commopt.pipeline.groups import PipelineGroups
 from lightning_commopt.pipeline.state import broadcast_tensor
 
-__all__ = ["align", "collect"]
+__all__ = ["align", "collect", "part"]
 
 
 def align(engine: Engine, groups: PipelineGroups) -> None:
@@ -26,12 +26,15 @@ def align(engine: Engine, groups: PipelineGroups) -> None:
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
     with torch.no_grad():
         for identity, tensor in tensors.items():
-            if not tensor.numel():
+            if not tensor.numel() or tensor.is_meta:
                 continue
             if identity not in inside:
                 dist.broadcast(tensor.data, 0)
-            elif groups.replicas > 1:
+                continue
+            if groups.replicas > 1:
                 dist.broadcast(tensor.data, group=groups.data, group_src=0)
+            if groups.tensor is not None:
+                dist.broadcast(tensor.data, group=groups.tensor, group_src=0)
 
 
 def collect(engine: Engine, groups: PipelineGroups, *, alone: bool) -> None:
@@ -65,3 +68,26 @@ def collect(engine: Engine, groups: PipelineGroups, *, alone: bool) -> None:
         owner, buffer = engine.placement[owners[key]], buffers[key]
         mine = state[key] if owner == groups.place else None
         buffer.data = broadcast_tensor(mine, buffer.shape, buffer.dtype, owner, control)
+
+
+def part(engine: Engine) -> None:
+    """Put the model together, with this rank's weights on the CPU, and all others on the meta device.
+
+    Args:
+        engine: Whose model is in stages.
+
+    """
+    partition = engine.partition
+    assert partition is not None
+
+    def value_of(name: str, parameter: nn.Parameter) -> Tensor:
+        shape = partition.shapes[name]
+        if parameter.is_meta:
+            return torch.empty(shape.shape, dtype=shape.dtype, device="meta")
+        return parameter.data.cpu()
+
+    engine.restore(value_of)
+    for name, buffer in engine.module.named_buffers():
+        if not buffer.is_meta:
+            path, _, key = name.rpartition(".")
+            engine.module.get_submodule(path)._buffers[key] = buffer.cpu()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import is_zipfile
 
 import lightning.pytorch as pl
 import torch
@@ -29,17 +30,21 @@ from lightning_commopt.pipeline.checks import check_module, check_optimizers, on
 from lightning_commopt.pipeline.engine import EngineOptions
 from lightning_commopt.pipeline.errors import PipelineError
 from lightning_commopt.pipeline.groups import PipelineGroups
+from lightning_commopt.pipeline.materialise import is_on_meta
 from lightning_commopt.pipeline.named import ScheduleName, schedule_named
 from lightning_commopt.pipeline.nonfinite import nonfinite_everywhere, raise_together
 from lightning_commopt.pipeline.precision import StagedPrecision
 from lightning_commopt.pipeline.residuals import MergedPath, StagePath
 from lightning_commopt.pipeline.staged import StagedModel
-from lightning_commopt.pipeline.state import OptimizerNames
+from lightning_commopt.pipeline.state import OptimizerNames, ScatteredState
+from lightning_commopt.pipeline.tensor_parallel import PLANS, TensorParallelPlan
 from lightning_commopt.routes import GradientPath, PinnedDDP, Topology
 from lightning_commopt.strategies.commopt import CommOptStrategy
 from lightning_commopt.strategies.groups import Groups
 from lightning_commopt.strategies.pipeline_options import (
+    Activations,
     check_pipeline_options,
+    check_plan,
     explain_pipeline,
     pipeline_fingerprint,
 )
@@ -53,11 +58,15 @@ _STEP = "_commopt_pipeline_step"
 
 
 class CommOptPipelineStrategy(CommOptStrategy):
-    """Pipeline parallel, and data parallel with compressed gradient exchange, with an unchanged LightningModule.
+    """Pipeline, tensor and data parallel, with compressed gradient exchange and an unchanged LightningModule.
 
     The model is cut between blocks into stages, one a process or several. Each stage runs the whole `training_step`
     on every microbatch, but only its own blocks; tensors that blocks hand over travel between stages. Processes beyond
     ``stages`` hold replicas, whose gradients are exchanged as in :class:`CommOptStrategy`.
+
+    A module that `configure_model` makes under ``torch.device("meta")`` is never whole on any rank: each one
+    materialises its own stages, from a checkpoint or by `reset_parameters` of their modules, and keeps them after the
+    fit.
 
     Logged values, metrics, checkpoints and the module after the fit are those of a single process. Batch norms see
     microbatches, and dropout draws other numbers than in a single process (the same ones in each run of one seed).
@@ -71,6 +80,13 @@ class CommOptPipelineStrategy(CommOptStrategy):
         cuts: The first block, by name or index, of every stage but the first. None balances floating-point operations.
         stages_per_rank: Stages on each process, with ``"interleaved"``.
         loss: ``"mean"`` where the loss of a batch is a mean over samples, ``"sum"`` where it is a sum.
+        tensor_parallel: Processes that divide the matrices of each stage, consecutive ranks; a copy of the model takes
+            ``stages * tensor_parallel`` processes. Activations are whole on each.
+        plan: Which matrices are divided: ``"gpt2"``, ``"llama"``, or a
+            :class:`~lightning_commopt.pipeline.tensor_parallel.TensorParallelPlan`.
+        activations: ``"bf16"`` halves what travels between stages: float32 activations and their gradients are rounded.
+        memory_limit_gb: Most memory of a rank, in GB, for weights, gradients, two moments and activations, which
+            balanced cuts respect. None for nine tenths of a GPU; on the CPU, for no limit.
         different_batches: What to do when ranks of a pipeline load different batches: ``"error"`` ends all ranks,
             ``"broadcast"`` gives the batch of the first one to the others, always.
         compression: As in :class:`CommOptStrategy`, between replicas.
@@ -91,6 +107,10 @@ class CommOptPipelineStrategy(CommOptStrategy):
         cuts: Sequence[int | str] | None = None,
         stages_per_rank: int | None = None,
         loss: Literal["mean", "sum"] = "mean",
+        tensor_parallel: int = 1,
+        plan: TensorParallelPlan | str | None = None,
+        activations: Activations = "exact",
+        memory_limit_gb: float | None = None,
         different_batches: DifferentBatches = "error",
         compression: Compression | str = "none",
         **kwargs: Any,
@@ -99,7 +119,8 @@ class CommOptPipelineStrategy(CommOptStrategy):
         self.stages, self.microbatches, self.schedule = stages, microbatches, schedule
         self.blocks = blocks if blocks is None or isinstance(blocks, str) else tuple(blocks)
         self.cuts = None if cuts is None else tuple(cuts)
-        self.stages_per_rank, self.loss = stages_per_rank, loss
+        self.stages_per_rank, self.loss, self.memory_limit_gb = stages_per_rank, loss, memory_limit_gb
+        self.tensor_parallel, self.plan, self.activations = tensor_parallel, plan, activations
         check_pipeline_options(self)
         self._batches = BatchAgreement(different_batches)
         self._grid: tuple[object, PipelineGroups] | None = None
@@ -108,15 +129,23 @@ class CommOptPipelineStrategy(CommOptStrategy):
         self._staged_precision: StagedPrecision | None = None
         self._announced = self._accumulates = False
         self._bubble = ""
+        self._trains, self._seed = False, 0
         self._resumed_from: Mapping[str, Any] | None = None
+        self._module_state: Mapping[str, Tensor] | None = None  # for a module on the meta device
+        self._scattered: ScatteredState | None = None  # after a run of such a module
         self._residual_signature = self._checkpoint.signature
 
     # ---- processes ------------------------------------------------------------------------------------------------
 
     @property
     def ranks_per_pipeline(self) -> int:
+        """Processes of a pipeline; with ``tensor_parallel``, several pipelines make a copy of the model."""
+        return self.world_size // self.tensor_parallel if self.stages is None else self.stages
+
+    @property
+    def ranks_per_copy(self) -> int:
         """Processes over which one copy of the model is spread."""
-        return self.world_size if self.stages is None else self.stages
+        return max(1, self.ranks_per_pipeline) * self.tensor_parallel
 
     @property
     def _groups_of_pipeline(self) -> PipelineGroups:
@@ -124,16 +153,17 @@ class CommOptPipelineStrategy(CommOptStrategy):
         world = dist.group.WORLD
         if self._grid is None or self._grid[0] is not world:
             backend = "nccl" if self.root_device.type == "cuda" else "gloo"
-            self._grid = (world, PipelineGroups(self.ranks_per_pipeline, backend, self._timeout))
+            self._grid = (world, PipelineGroups(self.ranks_per_pipeline, backend, self._timeout, self.tensor_parallel))
         return self._grid[1]
 
     @override
     def setup_environment(self) -> None:
         world = self.world_size
-        if world % self.ranks_per_pipeline:
+        if world % self.ranks_per_copy:
+            times = f" times `tensor_parallel={self.tensor_parallel}`" if self.tensor_parallel > 1 else ""
             raise ValueError(
-                f"`stages={self.stages}` must divide the number of processes, which is {world}: change `devices` or "
-                "`stages`."
+                f"`stages={self.stages}`{times} must divide the number of processes, which is {world}: change "
+                "`devices` or `stages`."
             )
         super().setup_environment()
         _ = self._groups_of_pipeline
@@ -141,7 +171,7 @@ class CommOptPipelineStrategy(CommOptStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        ranks = self.ranks_per_pipeline
+        ranks = self.ranks_per_copy
         return {"num_replicas": self.world_size // ranks, "rank": self.global_rank // ranks}
 
     @override
@@ -167,7 +197,7 @@ class CommOptPipelineStrategy(CommOptStrategy):
     @property
     @override
     def _exchanges(self) -> bool:
-        return not isinstance(self.compression, Uncompressed) and self.world_size > self.ranks_per_pipeline
+        return not isinstance(self.compression, Uncompressed) and self.world_size > self.ranks_per_copy
 
     @property
     @override
@@ -186,7 +216,7 @@ class CommOptPipelineStrategy(CommOptStrategy):
         if fitting:
             self._path = self._steps = self._log = None
             self._staged_optimizer, self._resumed_from, self._announced, self._bubble = None, None, False, ""
-        self._staged = None
+        self._staged, self._trains = None, False
         if self._layer_sync is not None:
             raise PipelineError("`sync_batchnorm=True`: batch norms of a pipeline see microbatches. Leave it out.")
         check_module(module, fitting=fitting)
@@ -197,6 +227,8 @@ class CommOptPipelineStrategy(CommOptStrategy):
                 f"{stages} stages need as many blocks, and the model has {len(self._blocks)} (`{self._blocks[0]}` to "
                 f"`{self._blocks[-1]}`): take fewer `stages`, or name more `blocks`."
             )
+        if self._plan is not None:
+            check_plan(module, self._blocks, self._plan, self.tensor_parallel)
         if self.world_size > 1:
             self._uneven.attach(trainer, self._control)
             self._control.compare(fingerprint(self, module) | pipeline_fingerprint(self))
@@ -211,9 +243,7 @@ class CommOptPipelineStrategy(CommOptStrategy):
             self._staged_optimizer = OptimizerNames(self.optimizers[0], names) if self.optimizers else None
         self.setup_precision_plugin()
         grid = self._groups_of_pipeline
-        self._staged_precision = StagedPrecision(
-            self.precision_plugin, grid.pipeline, self.root_device, self._counts_here
-        )
+        self._staged_precision = StagedPrecision(self.precision_plugin, grid.copy, self.root_device, self._counts_here)
         self._sigterm = Sigterm(trainer, self) if self.world_size > 1 else None
         if fitting:
             rank_zero_info(self.explain())
@@ -224,34 +254,66 @@ class CommOptPipelineStrategy(CommOptStrategy):
         assert module is not None
         if self._staged is None:
             module._device = self.root_device
+            cuts = self._scattered.cuts if self._scattered is not None and self._is_scattered else self.cuts
+            limit = None if self.memory_limit_gb is None else 1e9 * self.memory_limit_gb
             options = EngineOptions(
-                self.schedule, self._microbatches, self.stages_per_rank, self.cuts, self.loss == "sum"
+                self.schedule,
+                self._microbatches,
+                self.stages_per_rank,
+                cuts,
+                self.loss == "sum",
+                limit,
+                self._plan,
+                self.tensor_parallel,
+                torch.bfloat16 if self.activations == "bf16" else None,
             )
             grid, context = self._groups_of_pipeline, self.precision_plugin.forward_context
-            seed = self._control.broadcast(torch.initial_seed() % 2**40) + grid.replica
-            staged = StagedModel(module, self._blocks, options, grid, self.root_device, context, seed)
-            staged.cut(method, batch, extra)
+            self._seed = self._control.broadcast(torch.initial_seed() % 2**40)
+            staged = StagedModel(
+                module, self._blocks, options, grid, self.root_device, context, self._seed + grid.replica
+            )
+            staged.cut(method, batch, extra, aligned=self._is_scattered)
             self._staged = staged
         staged = self._staged
+        fresh = not staged.settled and staged.parted and staged.tensor is None
         if not staged.settled and (method == "training_step" or module.trainer.state.fn != TrainerFn.FITTING):
             owners = staged.settle(method, batch, extra)
             if not self._announced:
                 self._announced = True
                 announce(staged.engine, owners)
-            if method == "training_step":
-                self._begin_training(staged)
+        if fresh:
+            self._materialise(staged)
+        staged.divide()
+        if staged.settled and not self._trains and method == "training_step":
+            self._trains = True
+            self._begin_training(staged)
         return staged
+
+    def _materialise(self, staged: StagedModel) -> None:
+        born = staged.materialise(self._seed, self._module_state)
+        if born and self._module_state is None and self._is_scattered:
+            raise PipelineError(
+                f"`{born[0]}` is on another rank since an earlier run: start from a checkpoint with `ckpt_path`."
+            )
 
     @property
     def _microbatches(self) -> int:
         return self.microbatches or MICROBATCHES_PER_STAGE * self.ranks_per_pipeline
 
+    @property
+    def _plan(self) -> TensorParallelPlan | None:
+        return PLANS[self.plan] if isinstance(self.plan, str) else self.plan
+
     def _begin_training(self, staged: StagedModel) -> None:
         if self._staged_optimizer is not None:
-            self._staged_optimizer.keep(staged.kept, staged.places)
+            self._staged_optimizer.keep(staged.kept, staged.places, staged.tensor)
+            if self._resumed_from is not None:
+                self._staged_optimizer.load(self._resumed_from["optimizer_states"][0])
             _optimizers_to_device(self.optimizers, self.root_device)
         cuts = staged.partition.plan.cuts
         self._checkpoint.signature = f"{self._residual_signature}, blocks {staged.engine.blocks[0]} cut at {cuts}"
+        if self.tensor_parallel > 1:
+            self._checkpoint.signature += f", divided by {self.tensor_parallel}"
         if self._groups_of_pipeline.replicas > 1:
             self._wrap(staged.engine.trainable)
         if self._resumed_from is not None:
@@ -356,11 +418,11 @@ class CommOptPipelineStrategy(CommOptStrategy):
 
     @override
     def _nonfinite_names(self, path: GradientPath) -> list[str]:
-        return nonfinite_everywhere(path, self._groups_of_pipeline.control)
+        return nonfinite_everywhere(path, self._groups_of_pipeline.copy_control)
 
     @override
     def _raise_if_nonfinite(self, path: GradientPath) -> None:
-        raise_together(path, self._groups_of_pipeline.control, self._control)
+        raise_together(path, self._groups_of_pipeline.copy_control, self._control)
 
     def _evaluate(self, method: str, args: Any, kwargs: Any) -> Any:
         batch, extra = self._agreed(method, args, kwargs)
@@ -393,10 +455,37 @@ class CommOptPipelineStrategy(CommOptStrategy):
         if self.watch is not None:
             self.watch.enter(Phase.CHECKPOINT)
         assert self.lightning_module is not None
-        if self._staged is None:
+        source: StagedModel | ScatteredState | None = self._staged or (self._scattered if self._is_scattered else None)
+        if source is None:
             state: dict[str, Any] = self.lightning_module.state_dict()
             return state
-        return {} if self._groups_of_pipeline.replica or self._is_leaving else self._staged.state_dict()
+        return {} if self._groups_of_pipeline.replica or self._is_leaving else source.state_dict()
+
+    @property
+    def _is_scattered(self) -> bool:
+        """Whether the weights of the module are on several ranks since an earlier run."""
+        return self._scattered is not None and self._scattered.module is self.lightning_module
+
+    @override
+    def load_checkpoint(self, checkpoint_path: "str | Path", weights_only: bool | None = None) -> dict[str, Any]:
+        module, path = self.lightning_module, str(checkpoint_path)
+        if module is None or not is_on_meta(module) or not is_zipfile(path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        # each rank takes its own part, and leaves the rest on the disk
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        self._checkpoint.remember(path, checkpoint)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not is_on_meta(module):
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        self._module_state = checkpoint["state_dict"]
+        if strict and (other := module.state_dict().keys() ^ self._module_state.keys()):
+            raise PipelineError(f"`{min(other)}` is in the model or in the checkpoint, and not in the other one.")
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -407,7 +496,7 @@ class CommOptPipelineStrategy(CommOptStrategy):
             return super().optimizer_state(optimizer)
         if grid.replica or self._is_leaving:
             return {}
-        return self._staged_optimizer.state_dict(grid.control)
+        return self._staged_optimizer.state_dict(grid)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: "str | Path", storage_options: Any = None) -> None:
@@ -420,8 +509,8 @@ class CommOptPipelineStrategy(CommOptStrategy):
         written = None
         grid = self._groups_of_pipeline
         if self._path is not None and "optimizer_states" in checkpoint:
-            merged: Any = MergedPath(self._path, grid.control)
-            if grid.place == 0:
+            merged: Any = MergedPath(self._path, grid)
+            if grid.copy_control.rank == 0:
                 written = self._checkpoint.add(checkpoint, str(filepath), merged, grid.data_control, self.checkpoint_io)
         Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
         if written is not None and self.is_global_zero:
@@ -431,14 +520,14 @@ class CommOptPipelineStrategy(CommOptStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state)  # on the CPU, until the model is cut
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})  # the rest when it is cut
         self._resumed_from = checkpoint
 
     def _restore_residuals(self) -> None:
         self._resumed_from = None
         if self._path is not None:
-            path: Any = StagePath(self._path)
+            path: Any = StagePath(self._path, self._groups_of_pipeline)
             self._checkpoint.restore(path, self._groups_of_pipeline.data_control, self.checkpoint_io)
         else:
             self._checkpoint.forget()
@@ -469,7 +558,7 @@ class CommOptPipelineStrategy(CommOptStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        runtime = dict.fromkeys(("_grid", "_staged", "_staged_optimizer", "_staged_precision"))
+        runtime = dict.fromkeys(("_grid", "_staged", "_staged_optimizer", "_staged_precision", "_scattered"))
         return super().__getstate__() | runtime
 
     def __repr__(self) -> str:
@@ -491,6 +580,14 @@ class CommOptPipelineStrategy(CommOptStrategy):
             failed = self.watch is not None and self.watch.knows_of_a_failure
             if not failed and module.trainer.state.fn == TrainerFn.FITTING and self.bubble_report():
                 rank_zero_info(f"commopt: {self._bubble}")
+            if not failed and self._staged_optimizer is not None:
+                self._staged_optimizer.unshard()
+            self._scattered = staged.scattered() if staged.parted else None
             staged.close(alone=failed)
-        self._staged = None
-        super().teardown()
+        self._staged = self._module_state = None
+        if is_on_meta(module):  # what has values is on the CPU, and Lightning would move the rest, too
+            vars(module)["cpu"] = lambda: module
+        try:
+            super().teardown()
+        finally:
+            vars(module).pop("cpu", None)

@@ -7,6 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
 
 from lightning_commopt.pipeline import precision, staged
 from tests.pipeline.toy import Chain, Outcome, TinyGPT, alone, batches, distance, piped, tokens
@@ -75,6 +77,32 @@ def test_frozen_blocks(pool: WorkerPool, frozen: int, options: dict[str, Any]) -
 def test_norm_of_all_stages(pool: WorkerPool) -> None:
     outcomes = pool.run(piped, 2, gpt, tokens, {"microbatches": 4}, gradient_clip_val=0.5)
     check(outcomes, reference(gpt, tokens, 1, clip=0.5))
+
+
+def test_clipping_by_value(pool: WorkerPool) -> None:
+    options = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
+    outcomes = pool.run(piped, 2, gpt, tokens, {"microbatches": 4}, **options)
+    check(outcomes, reference(gpt, tokens, 1, clip_value=0.02))
+
+
+class Rounded(Chain):
+    """Rounds what goes from block 3 to block 4, and its gradient."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x.bfloat16().float() if index == 4 else x)
+        return x
+
+
+@pytest.mark.parametrize(("schedule", "cuts"), [("1f1b", [4]), ("zbv", [2, 4, 6])])
+def test_bf16_between_ranks(pool: WorkerPool, schedule: str, cuts: list[int]) -> None:
+    """What stays on a rank is not rounded; ZB-V has stages 1 and 2 on one."""
+    options = {"microbatches": 4, "schedule": schedule, "cuts": cuts, "activations": "bf16"}
+    outcomes = pool.run(piped, 2, Chain, batches, options)
+    rounded, exact = (distance(outcomes[0].parameters, reference(model, batches, 1)) for model in (Rounded, Chain))
+    assert 10 * TOLERANCE < exact < 0.02
+    assert rounded < 0.2 * exact or schedule == "zbv"
 
 
 def no_shared_sum() -> Outcome:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_commopt import CommOptPipelineStrategy
+from lightning_commopt.pipeline.tensor_parallel import TensorParallelPlan
 from tests.pipeline.toy import CLASSES, FEATURES, Chain, alone, batches, distance, piped
 from tests.pool import WorkerPool
 
@@ -20,6 +21,12 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"microbatches": 1.5}, "`microbatches=1.5` must be an int of at least 1"),
     ({"schedule": "2f2b"}, "`schedule='2f2b'` must be one of"),
     ({"stages_per_rank": 3}, "`stages_per_rank=3`: `1f1b` has 1"),
+    ({"memory_limit_gb": 0}, "`memory_limit_gb=0` must be a number of GB above 0"),
+    ({"activations": "int8"}, "`activations='int8'` must be 'exact' or 'bf16'"),
+    ({"tensor_parallel": 0}, "`tensor_parallel=0` must be an int of at least 1"),
+    ({"tensor_parallel": 2}, "`tensor_parallel=2` with `plan=None`: .* one of 'gpt2', 'llama'"),
+    ({"plan": "gpt2"}, "`tensor_parallel=1` with `plan='gpt2'`"),
+    ({"tensor_parallel": 2, "plan": "gpt3"}, "`plan='gpt3'` must be one of 'gpt2', 'llama'"),
     ({"loss": "max"}, "`loss='max'` must be 'mean' or 'sum'"),
     ({"different_batches": "ignore"}, "`different_batches='ignore'` must be one of 'error', 'broadcast'"),
     ({"static_graph": True}, "`static_graph` cannot be combined with a pipeline"),
@@ -169,6 +176,8 @@ def no_tensors(replica: int = 0) -> Any:
     return [("a", "b")]
 
 
+DIVIDED = {"tensor_parallel": 2, "plan": TensorParallelPlan({"layers.7": "column"})}
+
 MODELS: list[tuple[Any, dict[str, Any], str]] = [
     (ByHand, {}, "`automatic_optimization = False`: a pipeline runs.*train with `strategy='commopt'`"),
     (TwoOptimizers, {}, "Training with multiple optimizers is only supported with manual optimization"),
@@ -190,6 +199,11 @@ MODELS: list[tuple[Any, dict[str, Any], str]] = [
     (partial(Chain, depth=3), {"schedule": "zbv"}, "4 stages need as many blocks, and the model has 4|has 3"),
     (NoChain, {}, "no `Sequential` or `ModuleList` of two or more modules"),
     (Chain, {"stages": 3}, "`stages=3` must divide the number of processes, which is 2"),
+    (Chain, {"memory_limit_gb": 2e-6}, "No cuts of `8` blocks into `2` parts.*take more `stages`.*`memory_limit_gb`"),
+    (Chain, {"memory_limit_gb": 3.5e-6, "cuts": [7]}, r"Stage 0 of `cuts=\[7\]` is not within its limit"),
+    (Chain, {"stages": 2, **DIVIDED}, "`stages=2` times `tensor_parallel=2` must divide the number of processes"),
+    (Chain, {"stages": 1, **DIVIDED}, "`plan` divides `layers.7`, which is not inside of a block"),
+    (partial(Chain, depth=3), {"stages": 1, "tensor_parallel": 2, "plan": "gpt2"}, "fits no module of `Chain`"),
     (Chain, {"cuts": [9]}, "a cut is before one of the blocks 1 to 7, not before 9"),
     (Chain, {"cuts": [2, 4]}, "must be 1 ascending cuts for 2 stages"),
     (Chain, {"blocks": ["layers.0", "layer"]}, "the model has no module `layer`"),

@@ -15,6 +15,8 @@ from tests.pipeline.toy import TinyGPT, alone, distance, tokens
 from tests.pool import WorkerPool, trainer
 from tests.strategies.toy import loader, same_bits
 
+Fitted = tuple[dict[str, Tensor], int]
+"""Weights, and the rounds of exchange."""
 METHODS = [case for case in CASES if not case.hierarchy]
 model = partial(TinyGPT, optimizer="sgd")
 
@@ -25,31 +27,36 @@ def strategy_of(method: Compression, **options: Any) -> CommOptPipelineStrategy:
     return CommOptPipelineStrategy(2, 2, compression=method, **active, **options)
 
 
-def trained(method: Compression, folder: Path | None, count: int, resume: bool) -> tuple[dict[str, Tensor], int]:
-    """Weights after ``count`` batches, and the rounds of exchange; saves or resumes where a folder is given."""
+def trained(method: Compression, data: list[Tensor], save: Path | None = None, resume: Path | None = None) -> Fitted:
+    """Fit; save a checkpoint or resume from one where a file is given."""
     strategy = strategy_of(method)
-    own = trainer(dist.get_world_size(), strategy, max_epochs=2 if resume else 1, use_distributed_sampler=False)
+    own = trainer(4, strategy, max_epochs=2 if resume else 1, use_distributed_sampler=False)
     module = model()
-    data = tokens(6, replica=dist.get_rank() // 2)
-    part = data[count:] if resume else data[:count]
-    own.fit(module, loader(part), ckpt_path=folder / "a.ckpt" if folder is not None and resume else None)
-    if folder is not None and not resume:
-        own.save_checkpoint(folder / "a.ckpt")
+    own.fit(module, loader(data), ckpt_path=resume)
+    if save:
+        own.save_checkpoint(save)
     return dict(module.state_dict()), strategy.comm_stats().rounds
+
+
+def whole_and_resumed(method: Compression, path: Path) -> tuple[Fitted, Fitted]:
+    """A fit in one piece, and in two with a checkpoint between them."""
+    data = tokens(4, replica=dist.get_rank() // 2)
+    whole = trained(method, data)
+    trained(method, data[:2], save=path)
+    return whole, trained(method, data[2:], resume=path)
 
 
 @pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
 def test_methods_and_resume(pool: WorkerPool, case: Case, tmp_path: Path) -> None:
-    whole = pool.run(trained, 4, case.method, None, 6, False)
-    expected = alone(model(), [tokens(6, replica=r) for r in range(2)])
+    outcomes = pool.run(whole_and_resumed, 4, case.method, tmp_path / "a.ckpt")
+    expected = alone(model(), [tokens(4, replica=r) for r in range(2)])
     tolerance = {"A": 5e-3, "B": 0.1, "C": 2.0}[case.method.loss_safety]
-    for state, rounds in whole:
-        assert rounds == 6
-        assert same_bits(state, whole[0][0])
+    first = outcomes[0][0][0]
+    for (state, rounds), (resumed, _) in outcomes:
+        assert rounds == 4
+        assert same_bits(state, first)
+        assert same_bits(resumed, first)
         assert distance(state, expected) < (1e-6 if isinstance(case.method, Uncompressed) else tolerance)
-    pool.run(trained, 4, case.method, tmp_path, 3, False)
-    for state, _ in pool.run(trained, 4, case.method, tmp_path, 3, True):
-        assert same_bits(state, whole[0][0])
 
 
 def spoilt(nonfinite: Any) -> dict[str, Tensor]:

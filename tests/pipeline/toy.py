@@ -189,7 +189,7 @@ def piped(
             ),
         )
         module = model()
-        replica = dist.get_rank() // ours.ranks_per_pipeline
+        replica = dist.get_rank() // ours.ranks_per_copy
         fitter.fit(module, loader(data(replica=replica)), ckpt_path=ckpt_path)
     return outcome(module, fitter, losses.seen, [str(w.message) for w in caught if "microbatch" in str(w.message)])
 
@@ -200,7 +200,14 @@ def outcome(module: nn.Module, fitter: pl.Trainer, losses: list[float], texts: l
     return Outcome(copy.deepcopy(dict(module.state_dict())), values, losses, texts)
 
 
-def alone(model: pl.LightningModule, data: Sequence[Sequence[Any]], *, accumulate: int = 1, clip: float = 0.0) -> Any:
+def alone(
+    model: pl.LightningModule,
+    data: Sequence[Sequence[Any]],
+    *,
+    accumulate: int = 1,
+    clip: float = 0.0,
+    clip_value: float = 0.0,
+) -> Any:
     """Train a model in this process; the gradient is the mean over the replicas' batches.
 
     Args:
@@ -208,6 +215,7 @@ def alone(model: pl.LightningModule, data: Sequence[Sequence[Any]], *, accumulat
         data: Batches of each replica.
         accumulate: Batches for a step.
         clip: Largest norm of the gradient.
+        clip_value: Largest element of the gradient.
     """
     model.log = lambda *a, **k: None  # type: ignore[method-assign]
     made = model.configure_optimizers()
@@ -223,6 +231,8 @@ def alone(model: pl.LightningModule, data: Sequence[Sequence[Any]], *, accumulat
         if (index + 1) % accumulate == 0 or index + 1 == len(steps):
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
+            if clip_value:
+                nn.utils.clip_grad_value_(model.parameters(), clip_value)
             optimizer.step()
             optimizer.zero_grad()
             if scheduler is not None:

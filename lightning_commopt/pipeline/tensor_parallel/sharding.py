@@ -1,6 +1,7 @@
 """A model of which each rank holds a part of the matrices."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any, Protocol
 
@@ -46,7 +47,7 @@ class TensorParallel:
         self._group = group
         self._linear = linear
         self._copied = CopyToRanks(group)
-        self._undo: list[Callable[[], None]] = []
+        self._layers: list[nn.Module] = []
         self._parameters: dict[str, nn.Parameter] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._divided: dict[tuple[nn.Module, str], int] = {}
@@ -85,12 +86,28 @@ class TensorParallel:
         """Make the model whole again on every rank. A collective."""
         for name, parameter in self._parameters.items():
             parameter.data = self.full(name, parameter.data)
-        for undo in self._undo:
-            undo()
+        self._forget()
+
+    def abandon(self) -> None:
+        """Give the model its form back where other ranks cannot be asked: what was divided becomes NaN."""
+        for name, parameter in self._parameters.items():
+            lost = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+            parameter.data = lost.expand(self._shapes[name])
+        self._forget()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let layers compute as in the whole model. Whoever runs them puts whole parameters in their places."""
+        forwards = [layer.__dict__.pop("forward") for layer in self._layers]
         for (module, attribute), whole in self._divided.items():
             setattr(module, attribute, whole)
-        for kept in (self._undo, self._divided, self._parameters, self._shapes, self.splits):
-            kept.clear()
+        try:
+            yield
+        finally:
+            for layer, forward in zip(self._layers, forwards, strict=True):
+                layer.forward = forward
+            for (module, attribute), whole in self._divided.items():
+                setattr(module, attribute, whole // self.ranks)
 
     def full(self, name: str, tensor: Tensor) -> Tensor:
         """Return the whole of a divided parameter, or of a tensor of its shape such as optimizer state. A collective.
@@ -127,7 +144,15 @@ class TensorParallel:
             if layer.bias is not None:
                 self._keep(f"{name}.bias", layer.bias, Split(0, kind.parts))
         layer.forward = MethodType(self._column if isinstance(kind, Column) else self._row, layer)
-        self._undo.append(lambda: delattr(layer, "forward"))
+        self._layers.append(layer)
+
+    def _forget(self) -> None:
+        for layer in self._layers:
+            del layer.forward
+        for (module, attribute), whole in self._divided.items():
+            setattr(module, attribute, whole)
+        for kept in (self._layers, self._divided, self._parameters, self._shapes, self.splits):
+            kept.clear()
 
     def _divide_sizes(self, module: nn.Module, attributes: tuple[str, ...]) -> None:
         for attribute in attributes:
