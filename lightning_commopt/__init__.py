@@ -7,7 +7,7 @@ from lightning_commopt.__about__ import __version__
 from lightning_commopt.compression import BF16, FP16, Compression, Int4, Int8, OneBit, PowerSGD, TopK, Uncompressed
 from lightning_commopt.failure import RankFailure
 from lightning_commopt.measure import CommStats
-from lightning_commopt.strategies import CommOptPipelineStrategy, CommOptStrategy, register
+from lightning_commopt.strategies import CommOptDeepSpeedStrategy, CommOptPipelineStrategy, CommOptStrategy, register
 from lightning_commopt.tuning import AutoPolicy
 
 register()
@@ -16,6 +16,7 @@ __all__ = [
     "BF16",
     "FP16",
     "AutoPolicy",
+    "CommOptDeepSpeedStrategy",
     "CommOptPipelineStrategy",
     "CommOptStrategy",
     "CommStats",

@@ -66,6 +66,9 @@ class FailTogether(DDPStrategy):
         super()._configure_launcher()
         guard_launcher(self)
 
+    def before_launch(self, trainer: "pl.Trainer") -> None:
+        """Refuse what can be told from the Trainer, before its launcher starts processes."""
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()

@@ -1,7 +1,8 @@
 """The strategies that a Trainer takes, one class a file."""
 
 from lightning_commopt.strategies.commopt import CommOptStrategy
+from lightning_commopt.strategies.deepspeed import CommOptDeepSpeedStrategy
 from lightning_commopt.strategies.names import register
 from lightning_commopt.strategies.pipeline import CommOptPipelineStrategy
 
-__all__ = ["CommOptPipelineStrategy", "CommOptStrategy", "register"]
+__all__ = ["CommOptDeepSpeedStrategy", "CommOptPipelineStrategy", "CommOptStrategy", "register"]

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_commopt.compression import METHODS
 from lightning_commopt.strategies.commopt import CommOptStrategy
+from lightning_commopt.strategies.deepspeed import CommOptDeepSpeedStrategy
 from lightning_commopt.strategies.other_lightning import refuse_names
 from lightning_commopt.strategies.pipeline import CommOptPipelineStrategy
 
@@ -24,7 +25,7 @@ _UNUSED = {"": {}, "_find_unused_parameters_false": {"find_unused_parameters": F
 
 
 def register() -> None:
-    """Register ``commopt``, ``commopt_<method>`` and ``commopt_pipeline``, each in the launch forms of ``ddp``."""
+    """Register ``commopt``, ``commopt_<method>``, ``commopt_pipeline`` and ``commopt_deepspeed``."""
     names = []
     for method in ("auto", *METHODS):
         stem = "commopt" if method == "auto" else f"commopt_{method}"
@@ -40,4 +41,8 @@ def register() -> None:
         StrategyRegistry.register(
             names[-1], CommOptPipelineStrategy, description, override=True, start_method=start_method
         )
+    for stage in (None, 1, 2, 3):
+        names.append("commopt_deepspeed" if stage is None else f"commopt_deepspeed_stage_{stage}")
+        description = f"DeepSpeed ZeRO stage {stage or 2}, with compressed gradient exchange"
+        StrategyRegistry.register(names[-1], CommOptDeepSpeedStrategy, description, override=True, stage=stage)
     refuse_names(names)

@@ -28,7 +28,8 @@ def strategy_named(name: str) -> CommOptStrategy:
 def test_names_are_those_of_ddp() -> None:
     ours = {name for name in StrategyRegistry.available_strategies() if name.startswith("commopt")}
     pipelines = {f"commopt_pipeline{launch}" for launch in LAUNCHES}
-    assert ours == {"".join(parts) for parts in product(STEMS, LAUNCHES, UNUSED)} | pipelines
+    deepspeed = {"commopt_deepspeed", *(f"commopt_deepspeed_stage_{stage}" for stage in (1, 2, 3))}
+    assert ours == {"".join(parts) for parts in product(STEMS, LAUNCHES, UNUSED)} | pipelines | deepspeed
     ddp = {name.removeprefix("ddp") for name in StrategyRegistry.available_strategies() if name.startswith("ddp")}
     assert ddp == {b + c for b, c in product(LAUNCHES, UNUSED)}
 
