@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import inspect
 import json
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,10 +13,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
-from torch.nn import Embedding, EmbeddingBag, Module
+from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -26,7 +28,15 @@ from lightning_commopt.routes import ControlGroup
 from lightning_commopt.strategies.other_lightning import import_hint
 from lightning_commopt.zero.any_device import AnyDeviceDeepSpeed
 from lightning_commopt.zero.backend import GradientBackend
-from lightning_commopt.zero.checks import check_config, check_device, check_method, check_precision, check_version
+from lightning_commopt.zero.checks import (
+    check_config,
+    check_device,
+    check_method,
+    check_module,
+    check_options,
+    check_precision,
+    check_version,
+)
 from lightning_commopt.zero.config import TrainerValues, merged, take_trainer_values
 from lightning_commopt.zero.exchange import ZeroExchange
 from lightning_commopt.zero.residual_files import load_residuals, save_residuals
@@ -79,14 +89,13 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
             )
         self.compression, self.zero_plus_plus = check_method(compression)
         check_version(self.compression, metadata.version("deepspeed"))
-        _check_numbers(self.compression, start_step, residuals)
-        if kwargs.pop("zero_optimization", True) is False:
+        check_options(self.compression, start_step, residuals)
+        if not kwargs.get("zero_optimization", True):
             raise ValueError("`zero_optimization=False`: set `stage=0`.")
         self._user_config: dict[str, Any] = {}
-        given = kwargs if stage is None else {"stage": stage, **kwargs}
-        super().__init__(config=config, **({"stage": 2} | given))
+        super().__init__(stage=2 if stage is None else stage, config=config, **kwargs)
         assert self.config is not None
-        self.config = merged(self.config, self._user_config, given)
+        self.config = merged(self.config, self._user_config, _given(stage, kwargs))
         zero = self.config["zero_optimization"]
         if self.zero_plus_plus:
             zero.update(zero_quantized_weights=True, zero_quantized_gradients=True)
@@ -177,7 +186,7 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         self._remove_backend()
         if fitting and not isinstance(self.compression, Uncompressed):
             assert self.lightning_module is not None
-            _check_module(self.lightning_module, self.compression)
+            check_module(self.lightning_module, self.compression)
         super().setup(trainer)
         if not fitting:
             return
@@ -198,11 +207,8 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         """Run backward; sums of gradients in it take their path."""
         if self._backend is None or self._exchange is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._backend.armed = True
-        try:
+        with self._backend.backward():
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        finally:
-            self._backend.armed = False
         self._exchange.finish_round()
         return loss
 
@@ -272,7 +278,11 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
 
     def gather_comm_stats(self) -> list[CommStats]:
         """Return every rank's :meth:`comm_stats`. A collective: call it on all ranks."""
-        return [self.comm_stats()] if self.world_size == 1 else self._control.all_gather(self.comm_stats())
+        if self.world_size == 1:
+            return [self.comm_stats()]
+        if self._exchange is not None:
+            self._exchange.recorder.compare_waiting(self._control.all_gather)
+        return self._control.all_gather(self.comm_stats())
 
     def explain(self) -> str:
         """Return what is in force, in one line."""
@@ -284,8 +294,13 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         if self.world_size == 1:
             return f"commopt: {where}; method `{self.compression.name}` is not active: there is nothing to exchange."
         dense = f", after {self.start_step} dense steps" if self.start_step else ", from the first step"
-        kept = "with" if self.residuals else "without"
-        return f"commopt: {where}; method `{self.compression!r}` (experimental) {kept} residuals{dense}."
+        kept = "without residuals"
+        if self.residuals and self.lightning_module is not None:
+            numel = sum(
+                getattr(p, "ds_numel", p.numel()) for p in self.lightning_module.parameters() if p.requires_grad
+            )
+            kept = f"with residuals (about {4 * numel / 1e6:.1f} MB a rank)"
+        return f"commopt: {where}; method `{self.compression!r}` (experimental) {kept}{dense}."
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -305,23 +320,8 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         super().teardown()
 
 
-def _check_numbers(method: Compression, start_step: int | None, residuals: bool | None) -> None:
-    """Refuse options that are out of bounds or mean nothing to the method."""
-    if start_step is not None and (type(start_step) is not int or start_step < 0):
-        raise ValueError(f"`start_step={start_step!r}` must be an int >= 0, or None for the method's default.")
-    if start_step and isinstance(method, Uncompressed):
-        raise ValueError(f"`start_step={start_step}` has no meaning for method `{method.name}`: leave it out.")
-    if residuals not in (None, True, False):
-        raise ValueError(f"`residuals={residuals!r}` must be True, False, or None for the method's default.")
-    if residuals and not method.error_feedback:
-        raise ValueError(f"`residuals=True`: method `{method.name}` drops nothing that could be kept. Leave it out.")
-
-
-def _check_module(module: Module, method: Compression) -> None:
-    """Refuse gradients that a method cannot carry."""
-    for name, child in module.named_modules():
-        if isinstance(child, Embedding | EmbeddingBag) and child.sparse:
-            raise ValueError(
-                f"`{name}` yields sparse gradients, which method `{method.name}` does not carry: set `sparse=False` "
-                "there, or choose `compression='none'`."
-            )
+def _given(stage: int | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that say something: a command line passes all others too."""
+    known = inspect.signature(DeepSpeedStrategy).parameters
+    given = {name: value for name, value in kwargs.items() if value != known[name].default}
+    return given if stage is None else {"stage": stage, **given}

@@ -48,7 +48,7 @@ class AnyDeviceDeepSpeed(DeepSpeedStrategy):
     def _loader_batch_size(self, trainer: "pl.Trainer") -> int | None:
         """The batch size of the training data loader; None where it says none, or is not there yet."""
         source = trainer.fit_loop._data_source
-        if not source.is_defined():
+        if source.instance is None or not source.is_defined():
             return None
         sampler = getattr(source.dataloader(), "batch_sampler", None)
         size = getattr(sampler, "batch_size", None)

@@ -1,6 +1,7 @@
 """What stands in for DeepSpeed's communication backend."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +21,7 @@ class _Done:
 
 
 class GradientBackend:
-    """Takes over sums of gradients while it is :attr:`armed`; everything else goes to DeepSpeed's own backend.
+    """Takes over sums of gradients while a backward runs; everything else goes to DeepSpeed's own backend.
 
     Args:
         exchange: Sums buffers, and counts.
@@ -32,14 +33,23 @@ class GradientBackend:
     def __init__(self, exchange: ZeroExchange, engine: Any, dense: Callable[[], bool]) -> None:
         import deepspeed.comm.comm as ds
 
-        self.armed = False
-        """Whether a backward runs, in which sums of floating-point numbers are those of gradients."""
+        self._in_backward = False
         self._exchange = exchange
         self._reader = Reader(engine)
         self._dense = dense
         self._module = ds
         self._inner = ds.cdb
         ds.cdb = self
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Mark a backward, in which sums of floating-point numbers are those of gradients."""
+        self._reader.begin()
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
 
     def remove(self) -> None:
         """Put DeepSpeed's own backend back."""
@@ -56,8 +66,8 @@ class GradientBackend:
             return self._inner.all_reduce(tensor, group=group, async_op=async_op, **arguments)
         world = dist.get_world_size(group)
         if self._dense():
-            self._exchange.passed(tensor, 2, world)
-            return self._inner.all_reduce(tensor, group=group, async_op=async_op)
+            with self._exchange.passing(tensor, 2, world):
+                return self._inner.all_reduce(tensor, group=group, async_op=async_op)
         flat = tensor.view(-1)
         parameters = self._reader.stretch(flat.dtype, flat.numel(), self._exchange.method)
         self._exchange.all_reduce(flat, parameters, _group(group))
@@ -74,8 +84,8 @@ class GradientBackend:
             )
         world = dist.get_world_size(group)
         if self._dense():
-            self._exchange.passed(input_tensor, 1, world)
-            return self._inner.reduce_scatter_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            with self._exchange.passing(input_tensor, 1, world):
+                return self._inner.reduce_scatter_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         held = self._reader.whole(input_tensor.dtype)
         expected = world * sum(-(-one.numel // world) for one in held)
         check_numel(input_tensor.numel(), expected, input_tensor.numel() == expected)
@@ -84,7 +94,7 @@ class GradientBackend:
 
     def _takes(self, tensor: Tensor, op: Any) -> bool:
         """Whether this is a sum of gradients."""
-        if not self.armed or not tensor.is_floating_point():
+        if not self._in_backward or not tensor.is_floating_point():
             return False
         from deepspeed.comm import ReduceOp
 

@@ -4,9 +4,19 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from torch.nn import Embedding, EmbeddingBag, Module
+
 from lightning_commopt.compression import METHODS, Compression, Uncompressed, method_named
 
-__all__ = ["check_config", "check_device", "check_method", "check_precision", "check_version"]
+__all__ = [
+    "check_config",
+    "check_device",
+    "check_method",
+    "check_module",
+    "check_options",
+    "check_precision",
+    "check_version",
+]
 
 _METHODS = ("none", "bf16", "fp16", "int8", "int4", "onebit")
 _TESTED = "0.19"
@@ -98,11 +108,11 @@ def check_config(config: Mapping[str, Any], method: Compression, zero_plus_plus:
         raise ValueError(f"`optimizer.type={optimizer['type']!r}` in the DeepSpeed config: {_ONE_BIT_IS_GONE}")
     hpz = zero.get("zero_hpz_partition_size", 1)
     if stage < 3:
+        if zero_plus_plus:
+            raise ValueError("`compression='zero++'` needs `stage=3`: DeepSpeed ignores it below without a word.")
         for key in (*_ZERO_PLUS_PLUS, *(["zero_hpz_partition_size"] if hpz > 1 else [])):
             if zero.get(key):
                 raise ValueError(f"`{key}` has an effect at stage 3 only, DeepSpeed ignores it below: set `stage=3`.")
-        if zero_plus_plus:
-            raise ValueError("`compression='zero++'` needs `stage=3`: DeepSpeed ignores it below without a word.")
         if zero.get("offload_param"):
             raise ValueError("`offload_parameters` needs `stage=3`: below it parameters are not partitioned.")
         if stage == 0 and zero.get("offload_optimizer"):
@@ -136,9 +146,8 @@ def _check_keys(config: Mapping[str, Any]) -> None:
 def _check_own_codec(config: Mapping[str, Any], method: Compression, stage: int) -> None:
     """Refuse ways of reduction that our codec would not see, or that would be done besides."""
     zero, word = config["zero_optimization"], f"`compression={method.name!r}`"
-    for key in _ZERO_PLUS_PLUS[:1]:
-        if zero.get(key):
-            raise ValueError(f"`{key}` and {word} both compress gradients: set one of them.")
+    if zero.get("zero_quantized_gradients"):
+        raise ValueError(f"`zero_quantized_gradients` and {word} both compress gradients: set one of them.")
     if config.get("communication_data_type") not in (None, "auto"):
         raise ValueError(f"`communication_data_type` and {word} both say what travels: set one of them.")
     if stage in (1, 2) and zero.get("use_multi_rank_bucket_allreduce", True) is False:
@@ -201,3 +210,35 @@ def check_precision(precision: str, device: str, method: Compression) -> None:
             f"`precision={precision!r}` with method `{method.name}`: DeepSpeed skips steps after their gradients were "
             "exchanged. Choose 'bf16-mixed', or `compression='none'`."
         )
+
+
+def check_options(method: Compression, start_step: int | None, residuals: bool | None) -> None:
+    """Refuse options that are out of bounds or mean nothing to the method.
+
+    Raises:
+        ValueError: Saying what to do instead.
+
+    """
+    if start_step is not None and (type(start_step) is not int or start_step < 0):
+        raise ValueError(f"`start_step={start_step!r}` must be an int >= 0, or None for the method's default.")
+    if start_step and isinstance(method, Uncompressed):
+        raise ValueError(f"`start_step={start_step}` has no meaning for method `{method.name}`: leave it out.")
+    if residuals not in (None, True, False):
+        raise ValueError(f"`residuals={residuals!r}` must be True, False, or None for the method's default.")
+    if residuals and not method.error_feedback:
+        raise ValueError(f"`residuals=True`: method `{method.name}` drops nothing that could be kept. Leave it out.")
+
+
+def check_module(module: Module, method: Compression) -> None:
+    """Refuse gradients that a method cannot carry.
+
+    Raises:
+        ValueError: Naming the module, and what to do instead.
+
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, Embedding | EmbeddingBag) and child.sparse:
+            raise ValueError(
+                f"`{name}` yields sparse gradients, which method `{method.name}` does not carry: set `sparse=False` "
+                "there, or choose `compression='none'`."
+            )

@@ -1,6 +1,7 @@
 """Sums of flat gradient buffers over ranks, encoded on the wire."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -70,10 +71,11 @@ class ZeroExchange:
             share = Share(1, 0, route.owners, route.transport.rank if route.owners > 1 else 0)
             kept = BucketState(parameters, self.method, share, tensor.dtype, self.device, False, self.residuals)
             self._keep(key, kept)
-        parcel = self._exchange(route, kept, tensor, 1)
-        with self.recorder.span("decode"):
-            unpack(kept, parcel.mean, parcel.exact_mean, None, tensor, keep_unused=False)
-            tensor.mul_(world)
+        with self._exposed():
+            parcel = self._exchange(route, kept, tensor, 1)
+            with self.recorder.span("decode"):
+                unpack(kept, parcel.mean, parcel.exact_mean, None, tensor, keep_unused=False)
+                tensor.mul_(world)
         self._count(tensor, 2, world)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, held: Sequence[Held], group: dist.ProcessGroup) -> None:
@@ -96,15 +98,17 @@ class ZeroExchange:
                 [], self.method, Share(1, 0, 1, 0), tensor.dtype, self.device, False, self.residuals, layout
             )
             self._keep(key, kept)
-        parcel = self._exchange(route, kept, tensor, world)
         assert isinstance(kept.layout, ScatterLayout)
-        with self.recorder.span("decode"):
-            _fill(kept.layout, rank, parcel, output)
-            output.mul_(world)
+        with self._exposed():
+            parcel = self._exchange(route, kept, tensor, world)
+            with self.recorder.span("decode"):
+                _fill(kept.layout, rank, parcel, output)
+                output.mul_(world)
         self._count(tensor, 1, world)
 
-    def passed(self, tensor: Tensor, times: int, world: int) -> None:
-        """Count a buffer that DeepSpeed sums itself.
+    @contextmanager
+    def passing(self, tensor: Tensor, times: int, world: int) -> Iterator[None]:
+        """Count and time a buffer that DeepSpeed sums itself.
 
         Args:
             tensor: The whole buffer.
@@ -112,8 +116,16 @@ class ZeroExchange:
             world: Number of ranks.
 
         """
+        begun = self.recorder.clock.mark()
+        with self._exposed():
+            yield
+        self.recorder.arrived(begun)
         self._count(tensor, times, world)
         self._passed_bytes += times * (world - 1) * tensor.nbytes // world
+
+    def _exposed(self) -> AbstractContextManager[object]:
+        """Time in which backward waits: on the CPU all of an exchange; elsewhere nobody can say."""
+        return self.recorder.span("exposed") if self.device.type == "cpu" else nullcontext()
 
     def _exchange(self, route: Route, kept: BucketState, tensor: Tensor, rows: int) -> Parcel:
         """Carry a buffer to its mean; of ``rows`` rows, only the own one."""
@@ -234,6 +246,8 @@ class ZeroExchange:
             encode_ms=times["encode"],
             decode_ms=times["decode"],
             collective_ms=times["collective"],
+            wait_ms=self.recorder.wait_ms,
+            exposed_ms=times["exposed"],
             memory_bytes=self.scratch.nbytes + sum(kept.nbytes for kept in self._buffers.values()),
         )
 

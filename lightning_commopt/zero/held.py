@@ -56,6 +56,10 @@ class Reader:
         self._last: tuple[Held, ...] = ()
         self._at = 0  # elements of the last buffer that went before, where DeepSpeed sends it in several parts
 
+    def begin(self) -> None:
+        """A backward begins, and with it a new buffer."""
+        self._last = ()
+
     def whole(self, dtype: torch.dtype) -> tuple[Held, ...]:
         """Return all parameters of the buffer, in its order.
 

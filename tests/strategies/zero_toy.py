@@ -4,6 +4,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +16,7 @@ from lightning_commopt import CommOptDeepSpeedStrategy, CommStats
 from tests.pool import trainer
 from tests.strategies.toy import Batch, Regression, batches, flat, loader
 
-__all__ = ["ZeroFit", "distance", "plain", "zero_fit", "zero_strategy"]
+__all__ = ["STEPS", "Full", "ZeroFit", "ZeroResume", "distance", "resumed", "zero_fit", "zero_strategy"]
 
 STEPS = 300
 
@@ -93,9 +94,53 @@ def zero_fit(
     return ZeroFit(full.parameters, fitter.global_step, stats, full.validated, full.explain)
 
 
-def plain(steps: int = STEPS, **options: Any) -> ZeroFit:
-    """The same under Lightning's DDP."""
-    return zero_fit("ddp", data=batches(steps), **options)
+class SaveAt(pl.Callback):
+    """Saves when an epoch ends, and copies the parameters."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.parameters = Tensor()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+        with gathered(pl_module):
+            self.parameters = flat(pl_module)
+
+
+@dataclass
+class ZeroResume:
+    """A resumed run.
+
+    Args:
+        fits: Parameters after two epochs by method: in one go, and with a new Trainer for the second one.
+        saved: Those in the checkpoint.
+        validated: Losses of a Trainer that loads them without a fit, or what it is told instead.
+    """
+
+    fits: dict[str, tuple[Tensor, Tensor]]
+    saved: Tensor
+    validated: "list[float] | str"
+
+
+def resumed(stage: int, folder: Path) -> ZeroResume:
+    """Fit two epochs in one go, and with a checkpoint between them."""
+    fits, data = {}, batches(10)
+    for method in ("none", "int4"):
+        straight = zero_fit(zero_strategy(stage, method), data=data, max_epochs=2)
+        save = SaveAt(folder / method)
+        zero_fit(zero_strategy(stage, method), data=data, callbacks=[save])
+        continued = zero_fit(
+            zero_strategy(stage, method), Regression(seed=7), data, ckpt_path=folder / method, max_epochs=2
+        )
+        fits[method] = straight.parameters, continued.parameters
+    full = Full()
+    fresh = trainer(dist.get_world_size(), zero_strategy(stage), callbacks=[full], use_distributed_sampler=False)
+    try:
+        fresh.validate(Regression(seed=7), loader(batches(2)), ckpt_path=folder / "int4", verbose=False)
+    except ValueError as error:
+        return ZeroResume(fits, save.parameters, str(error))
+    return ZeroResume(fits, save.parameters, full.validated)
 
 
 def distance(one: Tensor, other: Tensor) -> float:
