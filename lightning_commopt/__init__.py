@@ -8,6 +8,7 @@ from lightning_commopt.compression import BF16, FP16, Compression, Int4, Int8, O
 from lightning_commopt.failure import RankFailure
 from lightning_commopt.measure import CommStats
 from lightning_commopt.strategies import (
+    CommOptDeepSpeedStrategy,
     CommOptPipelineStrategy,
     CommOptShardedStrategy,
     CommOptStrategy,
@@ -21,6 +22,7 @@ __all__ = [
     "BF16",
     "FP16",
     "AutoPolicy",
+    "CommOptDeepSpeedStrategy",
     "CommOptPipelineStrategy",
     "CommOptShardedStrategy",
     "CommOptStrategy",

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -121,7 +122,7 @@ class DistributedDoctor(Callback):
         self._drop()
         self.findings, self._answers = [], {}
         sharded = trainer.world_size > 1 and isinstance(trainer.strategy, CommOptShardedStrategy)
-        if sharded or not is_measurable(trainer):
+        if sharded or not is_measurable(trainer) or isinstance(trainer.strategy, DeepSpeedStrategy):
             rank_zero_warn(
                 f"`DistributedDoctor` does not know `{type(trainer.strategy).__name__}` and is not active in this fit. "
                 "It looks at `CommOptStrategy` and `DDPStrategy`: use `strategy='commopt'` or `'ddp'`."

@@ -105,7 +105,7 @@ class FitMeasurement:
         self.rest = averages_between(self._last, last) if self._measuring else StepAverages()
         stats = [rank.stats for rank in last]
         world = len(last)
-        differs = self.source.first_difference() if world > 1 else None
+        differs = self.source.first_difference() if world > 1 and self.source.replicated else None
         return CommSummary(
             **{field.name: getattr(averages, field.name) for field in fields(averages)},
             method=stats[0].method,
@@ -114,7 +114,7 @@ class FitMeasurement:
             skipped_steps=self.source.skipped_steps((last[0] - self._start[0]).stats),
             memory_mb=max(rank.memory_bytes for rank in stats) / 1e6,
             validation=self.source.all_gather(_validation_loss(self.trainer))[0],
-            replicas_equal=differs is None if world > 1 else None,
+            replicas_equal=differs is None if compared else None,
             first_difference=differs,
             situation=self.source.situation(),
         )

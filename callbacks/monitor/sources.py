@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -15,7 +15,12 @@ from lightning_commopt.callbacks.monitor.advice import Situation
 from lightning_commopt.callbacks.monitor.replicas import first_difference, first_differing
 from lightning_commopt.measure import CommStats, ReducerLog, Timeline
 from lightning_commopt.routes import ControlGroup
-from lightning_commopt.strategies import CommOptPipelineStrategy, CommOptShardedStrategy, CommOptStrategy
+from lightning_commopt.strategies import (
+    CommOptDeepSpeedStrategy,
+    CommOptPipelineStrategy,
+    CommOptShardedStrategy,
+    CommOptStrategy,
+)
 
 __all__ = ["CommSource", "is_measurable", "source_for"]
 
@@ -34,6 +39,8 @@ class CommSource(ABC):
         self._trainer = trainer
         self.hidden_barrier = True
         """Whether ranks wait for each other before every batch, to hear of a SIGTERM."""
+        self.replicated = True
+        """Whether every rank has all parameters."""
 
     @property
     def method(self) -> str:
@@ -137,7 +144,11 @@ class ShardedSource(CommSource):
     def __init__(self, trainer: "pl.Trainer", strategy: CommOptShardedStrategy, may_skip: bool) -> None:
         super().__init__(trainer, may_skip)
         self._strategy = strategy
-        self.method = strategy.compression.name
+
+    @property
+    @override
+    def method(self) -> str:
+        return self._strategy.compression.name
 
     @override
     def situation(self) -> Situation:
@@ -176,6 +187,33 @@ class ShardedSource(CommSource):
     def record(self, timeline: Timeline | None) -> None:
         if self._strategy._path is not None:
             self._strategy._path.recorder.timeline = timeline
+
+
+class DeepSpeedSource(CommSource):
+    """DeepSpeed's sums of gradients, counted where we take them over."""
+
+    def __init__(self, trainer: "pl.Trainer", strategy: CommOptDeepSpeedStrategy) -> None:
+        super().__init__(trainer)
+        self._strategy = strategy
+        self.replicated = strategy.stage < 3
+
+    @property
+    @override
+    def method(self) -> str:
+        return self._strategy.compression.name
+
+    @override
+    def all_gather(self, value: Any) -> list[Any]:
+        return self._strategy._control.all_gather(value)
+
+    @override
+    def gather_stats(self) -> list[CommStats]:
+        return self._strategy.gather_comm_stats()
+
+    @override
+    def record(self, timeline: Timeline | None) -> None:
+        if self._strategy._exchange is not None:
+            self._strategy._exchange.recorder.timeline = timeline
 
 
 class ReducerSource(CommSource):
@@ -237,7 +275,9 @@ class ReducerSource(CommSource):
 
 def is_measurable(trainer: "pl.Trainer") -> bool:
     """Say whether :func:`source_for` knows the Trainer's strategy."""
-    if isinstance(trainer.strategy, CommOptPipelineStrategy):
+    if isinstance(trainer.strategy, CommOptDeepSpeedStrategy):
+        return not trainer.strategy.zero_plus_plus
+    if isinstance(trainer.strategy, CommOptPipelineStrategy | DeepSpeedStrategy):
         return False
     return trainer.world_size == 1 or isinstance(trainer.strategy, DDPStrategy | CommOptShardedStrategy)
 
@@ -255,6 +295,8 @@ def source_for(trainer: "pl.Trainer") -> CommSource:
         if strategy._log is not None:
             strategy._log.sample_often()
         return CommOptSource(trainer, strategy, may_skip)
+    if isinstance(strategy, CommOptDeepSpeedStrategy):
+        return DeepSpeedSource(trainer, strategy)
     assert isinstance(strategy, DDPStrategy)
     assert isinstance(strategy.model, DistributedDataParallel)
     hook = strategy._ddp_comm_hook if strategy.root_device.type == "cuda" else None  # Lightning drops it elsewhere

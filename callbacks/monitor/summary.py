@@ -19,7 +19,8 @@ class CommSummary(StepAverages):
         skipped_steps: Those that were not applied because of a non-finite gradient; None where nobody counts them.
         memory_mb: Extra memory of the method, on the rank that has most.
         validation: Name and value (on rank 0) of the last validation loss; None when there was none.
-        replicas_equal: Whether all ranks ended with the same bits in every parameter; None for one process.
+        replicas_equal: Whether all ranks ended with the same bits in every parameter; None for one process,
+            and where parameters are sharded.
         first_difference: Where they do not: the first parameter that differs, and the ranks where it differs from
             rank 0.
         situation: What else was in force.

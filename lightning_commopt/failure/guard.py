@@ -58,6 +58,8 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kw: Any) -> Any:
+        if trainer is not None:
+            self.strategy.before_launch(trainer)
         guarded = _Guarded(self.strategy, function, leaves=False)
         return super().launch(guarded, *args, trainer=trainer, **kw)
 
@@ -69,6 +71,8 @@ class _ProcessLauncher(_MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kw: Any) -> Any:
+        if trainer is not None:
+            self._strategy.before_launch(trainer)
         guarded = _Guarded(self._strategy, function, leaves=True)
         return super().launch(guarded, *args, trainer=trainer, **kw)
 

@@ -67,6 +67,9 @@ class FailTogether(ParallelStrategy):
         super()._configure_launcher()
         guard_launcher(self)
 
+    def before_launch(self, trainer: "pl.Trainer") -> None:
+        """Refuse what can be told from the Trainer, before its launcher starts processes."""
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()

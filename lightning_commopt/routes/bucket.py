@@ -62,6 +62,8 @@ class BucketState:
         dtype: Type of the gradients.
         device: Where they are.
         shadow: Whether a step may be skipped.
+        feedback: Whether to keep residuals, for a method that can.
+        layout: Where parameters lie, when that follows from something else than the other arguments.
 
     """
 
@@ -73,15 +75,18 @@ class BucketState:
         dtype: torch.dtype,
         device: torch.device,
         shadow: bool,
+        feedback: bool = True,
+        layout: BucketLayout | None = None,
     ) -> None:
-        layout = self.layout = BucketLayout(parameters, method.alignment, share.shards * share.owners)
+        layout = layout or BucketLayout(parameters, method.alignment, share.shards * share.owners)
+        self.layout = layout
         self.dtype = dtype
         self.shard_numel = layout.packed_numel // share.shards
         self.shard_start = self.shard_numel * share.shard
         self.owned_start = self.shard_start + layout.chunk * share.owner
         self.first: ErrorFeedback | None = None
         self.second: ErrorFeedback | None = None
-        if method.error_feedback:
+        if method.error_feedback and feedback:
             spans = spans_of(layout, self.shard_start, self.shard_numel)
             self.first = ErrorFeedback(spans, self.shard_numel, device, shadow)
             if share.owners > 1:

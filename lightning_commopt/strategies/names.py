@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_commopt.compression import METHODS
 from lightning_commopt.strategies.commopt import CommOptStrategy
+from lightning_commopt.strategies.deepspeed import CommOptDeepSpeedStrategy
 from lightning_commopt.strategies.other_lightning import refuse_names
 from lightning_commopt.strategies.pipeline import CommOptPipelineStrategy
 from lightning_commopt.strategies.sharded import CommOptShardedStrategy
@@ -27,7 +28,8 @@ _UNUSED = {"": {}, "_find_unused_parameters_false": {"find_unused_parameters": F
 def register() -> None:
     """Register ``commopt``, ``commopt_<method>`` and ``commopt_pipeline``, each in the launch forms of ``ddp``.
 
-    And ``commopt_hsdp`` and ``commopt_hsdp_<method>``, which start processes as Lightning's ``fsdp`` does.
+    And ``commopt_hsdp`` and ``commopt_hsdp_<method>``, which start processes as Lightning's ``fsdp`` does, and
+    ``commopt_deepspeed`` and its stages.
     """
     names = []
     for method in ("auto", *METHODS):
@@ -49,4 +51,8 @@ def register() -> None:
         chosen: dict[str, Any] = {"compression": method} if method else {}
         description = f"Shards inside nodes (FSDP2), compression {method or 'bf16'!r} between them"
         StrategyRegistry.register(names[-1], CommOptShardedStrategy, description, override=True, **chosen)
+    for stage in (None, 1, 2, 3):
+        names.append("commopt_deepspeed" if stage is None else f"commopt_deepspeed_stage_{stage}")
+        description = f"DeepSpeed ZeRO stage {stage or 2}, with compressed gradient exchange"
+        StrategyRegistry.register(names[-1], CommOptDeepSpeedStrategy, description, override=True, stage=stage)
     refuse_names(names)

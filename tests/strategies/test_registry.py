@@ -29,7 +29,9 @@ def test_names_are_those_of_ddp() -> None:
     ours = {name for name in StrategyRegistry.available_strategies() if name.startswith("commopt")}
     pipelines = {f"commopt_pipeline{launch}" for launch in LAUNCHES}
     sharded = {"commopt_hsdp", *(f"commopt_hsdp_{method}" for method in METHODS)}
-    assert ours == {"".join(parts) for parts in product(STEMS, LAUNCHES, UNUSED)} | pipelines | sharded
+    deepspeed = {"commopt_deepspeed", *(f"commopt_deepspeed_stage_{stage}" for stage in (1, 2, 3))}
+    data_parallel = {"".join(parts) for parts in product(STEMS, LAUNCHES, UNUSED)}
+    assert ours == data_parallel | pipelines | sharded | deepspeed
     ddp = {name.removeprefix("ddp") for name in StrategyRegistry.available_strategies() if name.startswith("ddp")}
     assert ddp == {b + c for b, c in product(LAUNCHES, UNUSED)}
 
