@@ -105,7 +105,8 @@ class FitMeasurement:
         self.rest = averages_between(self._last, last) if self._measuring else StepAverages()
         stats = [rank.stats for rank in last]
         world = len(last)
-        differs = self.source.first_difference() if world > 1 and self.source.replicated else None
+        compared = world > 1 and self.source.replicated
+        differs = self.source.first_difference() if compared else None
         return CommSummary(
             **{field.name: getattr(averages, field.name) for field in fields(averages)},
             method=stats[0].method,

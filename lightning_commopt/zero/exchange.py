@@ -119,7 +119,7 @@ class ZeroExchange:
         begun = self.recorder.clock.mark()
         with self._exposed():
             yield
-        self.recorder.arrived(begun)
+        self.recorder.arrived(begun, times * (world - 1) * tensor.nbytes // world, awaited=True)
         self._count(tensor, times, world)
         self._passed_bytes += times * (world - 1) * tensor.nbytes // world
 
