@@ -182,7 +182,7 @@ def report_from_workers(folder: Path) -> None:
 
     def reporting(self: watch.Watch, error: BaseException) -> BaseException:
         outcome = failed(self, error)
-        Report(folder).write(self.rank, type(outcome).__name__, str(outcome))
+        Report(folder).write(self._node.rank, type(outcome).__name__, str(outcome))
         return outcome
 
     watch.Watch.failed = reporting  # type: ignore[method-assign]
