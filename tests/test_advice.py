@@ -8,10 +8,12 @@ from lightning_commopt.callbacks import RankTimes, StepAverages
 from lightning_commopt.callbacks.monitor.advice import Situation, advise
 
 
-def averages(compute: float, exposed: float, waiting: float, *, transfer: float | None = None) -> StepAverages:
+def averages(
+    compute: float, exposed: float, waiting: float, *, transfer: float | None = None, spread: float = 5.0
+) -> StepAverages:
     """Two ranks under DDP's own reducer, times in ms; rank 1 computes longer; 100 MB of gradients."""
     step = compute + exposed + waiting
-    ranks = tuple(RankTimes(step, compute + late, exposed, waiting - late) for late in (-1.0, 1.0))
+    ranks = tuple(RankTimes(step, compute + late, exposed, waiting - late) for late in (-spread, spread))
     return StepAverages(
         measured_steps=10,
         step_ms=step,
@@ -41,6 +43,12 @@ def test_what_bounds_a_run(times: tuple[float, float, float], bound_by: str, fin
     assert finding in told.finding
     assert advice in told.advice
     assert ("no compression helps" in told.advice) == (bound_by == "waiting")
+
+
+def test_no_rank_is_blamed_where_none_stands_out() -> None:
+    told = advise(averages(60.0, 10.0, 30.0, spread=1.0), "none")
+    assert told.bound_by == "waiting"
+    assert "No rank computes much longer" in told.advice
 
 
 def test_gains_follow_their_formulas() -> None:

@@ -328,7 +328,7 @@ def test_an_error_that_is_not_finite_is_drawn(error: float) -> None:
 def summary(compute: float, exposed: float, waiting: float, **others: Any) -> CommSummary:
     """A summary of two ranks whose times are given in ms."""
     step = compute + exposed + waiting
-    times = (RankTimes(step, compute - 1, exposed, waiting), RankTimes(step, compute + 1, exposed, waiting))
+    times = (RankTimes(step, compute - 5, exposed, waiting), RankTimes(step, compute + 5, exposed, waiting))
     values: dict[str, Any] = {
         "measured_steps": 9,
         "step_ms": step,

@@ -18,6 +18,7 @@ BUSY = 0.8
 
 _MILDEST_FIRST = ("bf16", "int8", "int4")  # those that keep the loss; harsher ones are the user's own decision
 _MANY = 1 << 20  # elements: a method's bytes an element, scales included
+_STANDS_OUT = 1.05  # times the mean that the slowest rank computes, for it to be blamed
 _WIN = 1.05  # what is predicted to gain less is not worth a word
 
 
@@ -109,10 +110,7 @@ def advise(averages: StepAverages, method: str, situation: Situation | None = No
     strength = "is bound by" if share >= BOUND else "loses time to"
     if name == "waiting":
         return Advice(
-            name,
-            f"This run {strength} waiting for slower ranks: {_percent(share)} of a step.",
-            f"Rank {averages.slowest_rank} computes longest. Look at its data loading, its machine and the length of "
-            "its samples; no compression helps.",
+            name, f"This run {strength} waiting for slower ranks: {_percent(share)} of a step.", _who_is_slow(averages)
         )
     remedies = tuple(sorted(_remedies(averages, method, situation), key=lambda remedy: -remedy.gain))
     told = "; ".join(f"{words} ({gain:.1f}x)" for words, gain in remedies)
@@ -134,6 +132,20 @@ def _host(busy: float | None) -> Advice | None:
         f"The GPU {strength} {_percent(1 - busy)} of the time, and not because of communication.",
         "Look at data loading (`num_workers`, `pin_memory`), logging and `.item()` in every batch, or enlarge the "
         "batch.",
+    )
+
+
+def _who_is_slow(averages: StepAverages) -> str:
+    """Name the rank that others wait for, where one stands out."""
+    compute = [times.compute_ms for times in averages.by_rank]
+    if max(compute) < _STANDS_OUT * sum(compute) / len(compute):
+        return (
+            "No rank computes much longer than the others on average, so they are slow in turn: look at data loading, "
+            "the length of samples, and logging with `sync_dist`; no compression helps."
+        )
+    return (
+        f"Rank {averages.slowest_rank} computes longest. Look at its data loading, its machine and the length of its "
+        "samples; no compression helps."
     )
 
 
