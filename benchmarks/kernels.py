@@ -45,9 +45,9 @@ METHODS: dict[str, Compression] = {
     "int4": Int4(),
     "onebit": OneBit(),
     "onebit, no columns": OneBit(columns=False),
-    "topk 0.01": TopK(),
+    "topk 0.01": TopK(density=0.01),
     "topk 0.1": TopK(density=0.1),
-    "powersgd 4": PowerSGD(),
+    "powersgd 4": PowerSGD(rank=4),
 }
 ROWS, COLUMNS = 4096, 1024
 
