@@ -33,7 +33,7 @@ class HostCounters:
         samples: Of the GPU's utilisation.
         busy: Sum of its utilisation, 0 to 1 each.
         pcie_mb_per_s: Sum of the MB a second over PCIe, both directions.
-        memory_mb: Memory in use when last sampled, of all processes on that GPU.
+        gpu_memory_mb: Memory in use when last sampled, of all processes on that GPU.
         nvlink_bytes: Over all NVLinks of that GPU in both directions, as far as sampled; None where it has none.
         network: Bytes of the network cards; None where the system does not tell.
 
@@ -42,7 +42,7 @@ class HostCounters:
     samples: int = 0
     busy: float = 0.0
     pcie_mb_per_s: float = 0.0
-    memory_mb: float | None = None
+    gpu_memory_mb: float | None = None
     nvlink_bytes: float | None = None
     network: NetworkBytes | None = None
 
@@ -57,7 +57,7 @@ class HostCounters:
             self.samples - earlier.samples,
             self.busy - earlier.busy,
             self.pcie_mb_per_s - earlier.pcie_mb_per_s,
-            self.memory_mb,
+            self.gpu_memory_mb,
             _difference(self.nvlink_bytes, earlier.nvlink_bytes),
             network,
         )
@@ -66,11 +66,6 @@ class HostCounters:
     def gpu_busy_ratio(self) -> float | None:
         """Part of the time in which the GPU was busy."""
         return self.busy / self.samples if self.samples else None
-
-    @property
-    def gpu_memory_mb(self) -> float | None:
-        """MB in use on the GPU."""
-        return self.memory_mb
 
     @property
     def gpu_pcie_mb_per_s(self) -> float | None:
@@ -110,7 +105,7 @@ class GpuSampler:
         self._sums = HostCounters()
         self._questions: dict[str, Callable[[], float]] = {
             "busy": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
-            "memory_mb": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / 1e6,
+            "gpu_memory_mb": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / 1e6,
             "pcie_mb_per_s": self._pcie_mb_per_s,
             "nvlink_bytes": self._nvlink_bytes,
         }

@@ -94,18 +94,34 @@ class OneProcess(CommSource):
         return [CommStats(method="none", world_size=1)]
 
 
-class CommOptSource(CommSource):
-    """Our own gradient path: everything is counted where it happens."""
+class StrategySource(CommSource):
+    """A strategy of ours: its own statistics, carried by its control group."""
 
-    def __init__(self, trainer: "pl.Trainer", strategy: CommOptStrategy, may_skip: bool) -> None:
-        super().__init__(trainer, may_skip)
-        self._strategy = strategy
-        self.hidden_barrier = strategy._path is None or strategy._is_auto  # `auto` may drop the path
+    _strategy: CommOptStrategy | CommOptShardedStrategy | CommOptDeepSpeedStrategy
 
     @property
     @override
     def method(self) -> str:
         return self._strategy.compression.name
+
+    @override
+    def all_gather(self, value: Any) -> list[Any]:
+        return self._strategy._control.all_gather(value)
+
+    @override
+    def gather_stats(self) -> list[CommStats]:
+        return self._strategy.gather_comm_stats()
+
+
+class CommOptSource(StrategySource):
+    """Our own gradient path: everything is counted where it happens."""
+
+    _strategy: CommOptStrategy
+
+    def __init__(self, trainer: "pl.Trainer", strategy: CommOptStrategy, may_skip: bool) -> None:
+        super().__init__(trainer, may_skip)
+        self._strategy = strategy
+        self.hidden_barrier = strategy._path is None or strategy._is_auto  # `auto` may drop the path
 
     @override
     def situation(self) -> Situation:
@@ -122,14 +138,6 @@ class CommOptSource(CommSource):
         return stats.skipped_steps if counted or not self.may_skip else None
 
     @override
-    def all_gather(self, value: Any) -> list[Any]:
-        return self._strategy._control.all_gather(value)
-
-    @override
-    def gather_stats(self) -> list[CommStats]:
-        return self._strategy.gather_comm_stats()
-
-    @override
     def record(self, timeline: Timeline | None) -> None:
         path, log = self._strategy._path, self._strategy._log
         if path is not None:
@@ -138,17 +146,14 @@ class CommOptSource(CommSource):
             log.timeline = timeline
 
 
-class ShardedSource(CommSource):
+class ShardedSource(StrategySource):
     """Our path between replicas of a sharded model. What FSDP2 sends inside a node is not counted."""
+
+    _strategy: CommOptShardedStrategy
 
     def __init__(self, trainer: "pl.Trainer", strategy: CommOptShardedStrategy, may_skip: bool) -> None:
         super().__init__(trainer, may_skip)
         self._strategy = strategy
-
-    @property
-    @override
-    def method(self) -> str:
-        return self._strategy.compression.name
 
     @override
     def situation(self) -> Situation:
@@ -160,14 +165,6 @@ class ShardedSource(CommSource):
     @override
     def skipped_steps(self, stats: CommStats) -> int | None:
         return None if self.may_skip and self._strategy.root_device.type == "cuda" else stats.skipped_steps
-
-    @override
-    def all_gather(self, value: Any) -> list[Any]:
-        return self._strategy._control.all_gather(value)
-
-    @override
-    def gather_stats(self) -> list[CommStats]:
-        return self._strategy.gather_comm_stats()
 
     @override
     def first_difference(self) -> tuple[str, tuple[int, ...]] | None:
@@ -189,26 +186,15 @@ class ShardedSource(CommSource):
             self._strategy._path.recorder.timeline = timeline
 
 
-class DeepSpeedSource(CommSource):
+class DeepSpeedSource(StrategySource):
     """DeepSpeed's sums of gradients, counted where we take them over."""
+
+    _strategy: CommOptDeepSpeedStrategy
 
     def __init__(self, trainer: "pl.Trainer", strategy: CommOptDeepSpeedStrategy) -> None:
         super().__init__(trainer)
         self._strategy = strategy
         self.replicated = strategy.stage < 3
-
-    @property
-    @override
-    def method(self) -> str:
-        return self._strategy.compression.name
-
-    @override
-    def all_gather(self, value: Any) -> list[Any]:
-        return self._strategy._control.all_gather(value)
-
-    @override
-    def gather_stats(self) -> list[CommStats]:
-        return self._strategy.gather_comm_stats()
 
     @override
     def record(self, timeline: Timeline | None) -> None:
