@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -37,9 +38,15 @@ class FailTogether(ParallelStrategy):
     watch: Watch | None = None
     _limits = Limits()
 
+    _control_group: tuple[object, ControlGroup] | None = None
+
     @property
     def _control(self) -> ControlGroup:
-        raise NotImplementedError
+        """The control group of all ranks, made once for each default process group, whatever ranks' options are."""
+        world = dist.group.WORLD
+        if self._control_group is None or self._control_group[0] is not world:
+            self._control_group = (world, ControlGroup(self._timeout))
+        return self._control_group[1]
 
     @property
     def _stall_s(self) -> float:
@@ -89,7 +96,7 @@ class FailTogether(ParallelStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"watch": None}
+        return super().__getstate__() | {"watch": None, "_control_group": None}
 
     # ---- where this rank is ---------------------------------------------------------------------------------------
 

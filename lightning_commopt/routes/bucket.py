@@ -1,6 +1,6 @@
 """What is kept for one bucket of DDP from round to round."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from lightning_commopt.compression.layout import gaps_between
 from lightning_commopt.compression.pending import Parts, PendingBuffer, spans_of
 from lightning_commopt.routes.message import NONFINITE, PRESENT
 
-__all__ = ["BucketState", "Share", "parameters_of"]
+__all__ = ["BucketState", "Share", "parameters_of", "parts_of"]
 
 
 def parameters_of(names: Sequence[str], parameters: Sequence[Tensor], method: Compression) -> list[Parameter]:
@@ -22,6 +22,15 @@ def parameters_of(names: Sequence[str], parameters: Sequence[Tensor], method: Co
         Parameter(name, tuple(p.shape), method.travels_exactly(p.shape) or p.dtype == torch.float64)
         for name, p in zip(names, parameters, strict=True)
     ]
+
+
+def parts_of(buckets: Iterable["BucketState"], loaded: Mapping[str, Parts]) -> dict[str, Parts]:
+    """Return the final state of buckets by its kind, over what was loaded and no bucket has taken."""
+    state: dict[str, Parts] = {kind: dict(parts) for kind, parts in loaded.items()}
+    for kept in buckets:
+        for kind, buffer in kept.buffers.items():
+            state.setdefault(kind, {}).update(buffer.parts())
+    return state
 
 
 def stretches(layout: BucketLayout) -> npt.NDArray[np.int64]:
@@ -64,6 +73,7 @@ class BucketState:
         shadow: Whether a step may be skipped.
         feedback: Whether to keep residuals, for a method that can.
         layout: Where parameters lie, when that follows from something else than the other arguments.
+        position: Of the bucket in its round.
 
     """
 
@@ -77,7 +87,9 @@ class BucketState:
         shadow: bool,
         feedback: bool = True,
         layout: BucketLayout | None = None,
+        position: int = 0,
     ) -> None:
+        self.position = position
         layout = layout or BucketLayout(parameters, method.alignment, share.shards * share.owners)
         self.layout = layout
         self.dtype = dtype

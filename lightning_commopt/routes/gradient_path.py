@@ -13,7 +13,7 @@ from torch.nn import Parameter as TorchParameter
 from lightning_commopt.compression import Compression, Scratch, Uncompressed, kernels
 from lightning_commopt.compression.pending import Parts
 from lightning_commopt.measure import CommStats, Recorder, Traffic, clock_for
-from lightning_commopt.routes.bucket import BucketState, Share, parameters_of
+from lightning_commopt.routes.bucket import BucketState, Share, parameters_of, parts_of
 from lightning_commopt.routes.choose import route_for
 from lightning_commopt.routes.mean_check import MeanCheck
 from lightning_commopt.routes.message import PRESENT, TERMINATE
@@ -120,7 +120,7 @@ class GradientPath:
 
     def _carry(self, kept: BucketState, bucket: Tensor, known: list[int], number: int) -> Iterator[None]:
         """Take one bucket from gradients to their mean over ranks, in place; yields while messages are on their way."""
-        self.recorder.bucket = position = list(self._buckets.values()).index(kept)
+        self.recorder.bucket = position = kept.position
         route, method = self._way(position)
         dense = self._dense_sum(position, bucket)
         with self.recorder.span("encode"):
@@ -202,7 +202,8 @@ class GradientPath:
         if kept is None:
             described = parameters_of([self._names[id(p)] for p in parameters], parameters, self.method)
             dtype = bucket.buffer().dtype
-            kept = BucketState(described, self.method, self._share, dtype, self.device, self.shadow)
+            position = len(self._buckets)
+            kept = BucketState(described, self.method, self._share, dtype, self.device, self.shadow, position=position)
             kept.take(self._loaded)
             self._buckets[key] = kept
         return kept
@@ -344,11 +345,7 @@ class GradientPath:
 
     def state(self) -> dict[str, Parts]:
         """Return this rank's final state: residuals as ``"first"`` and ``"second"``, the method's own by its name."""
-        state: dict[str, Parts] = {kind: dict(parts) for kind, parts in self._loaded.items()}
-        for kept in self._buckets.values():
-            for kind, buffer in kept.buffers.items():
-                state.setdefault(kind, {}).update(buffer.parts())
-        return state
+        return parts_of(self._buckets.values(), self._loaded)
 
     def resume(self, rounds: int, applied_steps: int) -> None:
         """Continue the count of rounds and applied steps; statistics begin at zero all the same."""

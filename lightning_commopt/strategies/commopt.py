@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_commopt.compression import Compression, Uncompressed, method_named
 from lightning_commopt.failure import FailTogetherDDP
 from lightning_commopt.measure import CommStats, ReducerLog
-from lightning_commopt.routes import ControlGroup, GradientPath, Hierarchy, PinnedDDP
+from lightning_commopt.routes import GradientPath, Hierarchy, PinnedDDP
 from lightning_commopt.strategies.applied_steps import AppliedSteps
 from lightning_commopt.strategies.auto import Auto, policy_of
 from lightning_commopt.strategies.ddp_arguments import chosen_ddp_arguments
@@ -128,7 +128,6 @@ class CommOptStrategy(FailTogetherDDP):
         self._wrapped: Trainable | None = None  # the parameters that DDP exchanges
         self._path: GradientPath | None = None
         self._steps: AppliedSteps | None = None
-        self._control_group: tuple[object, ControlGroup] | None = None
         self._groups: tuple[object, Groups] | None = None
         self._log: ReducerLog | None = None
         self._sigterm: Sigterm | None = None
@@ -223,14 +222,6 @@ class CommOptStrategy(FailTogetherDDP):
     def _exchanges(self) -> bool:
         """Whether gradients take our path: there is somebody to talk to, and something to compress."""
         return self.world_size > 1 and not isinstance(self.compression, Uncompressed)
-
-    @property
-    def _control(self) -> ControlGroup:
-        """The control group, made once for each default process group, on all ranks whatever their options."""
-        world = dist.group.WORLD
-        if self._control_group is None or self._control_group[0] is not world:
-            self._control_group = (world, ControlGroup(self._timeout))
-        return self._control_group[1]
 
     def _process_groups(self) -> Groups:
         """Return the groups for gradients, made once for each default process group, on ranks with the same options."""
@@ -406,7 +397,7 @@ class CommOptStrategy(FailTogetherDDP):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        runtime = dict.fromkeys(("_path", "_steps", "_log", "_groups", "_control_group", "_sigterm"))
+        runtime = dict.fromkeys(("_path", "_steps", "_log", "_groups", "_sigterm"))
         return super().__getstate__() | runtime  # threads and process groups stay where they are
 
     def __repr__(self) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -24,7 +23,6 @@ from typing_extensions import override
 from lightning_commopt.compression import Compression, Uncompressed
 from lightning_commopt.failure import FailTogether
 from lightning_commopt.measure import CommStats
-from lightning_commopt.routes import ControlGroup
 from lightning_commopt.strategies.other_lightning import import_hint
 from lightning_commopt.zero.any_device import AnyDeviceDeepSpeed
 from lightning_commopt.zero.backend import GradientBackend
@@ -108,7 +106,6 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         self.stall_timeout = stall_timeout
         self._exchange: ZeroExchange | None = None
         self._backend: GradientBackend | None = None
-        self._control_group: tuple[object, ControlGroup] | None = None
 
     @override
     def _load_config(self, config: Any) -> None:
@@ -120,14 +117,6 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         """The ZeRO stage in force."""
         assert self.config is not None
         return int(self.config["zero_optimization"]["stage"])
-
-    @property
-    @override
-    def _control(self) -> ControlGroup:
-        world = dist.group.WORLD
-        if self._control_group is None or self._control_group[0] is not world:
-            self._control_group = (world, ControlGroup(self._timeout))
-        return self._control_group[1]
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
@@ -304,7 +293,7 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | dict.fromkeys(("_exchange", "_backend", "_control_group"))
+        return super().__getstate__() | dict.fromkeys(("_exchange", "_backend"))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(stage={self.stage}, compression={self.compression!r}){import_hint()}"

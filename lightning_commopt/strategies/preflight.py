@@ -31,6 +31,7 @@ __all__ = [
     "device_name",
     "fingerprint",
     "refuse_ddp_options",
+    "versions",
     "warn_of_mixed_devices",
 ]
 
@@ -228,13 +229,20 @@ def check_optimizers(strategy: "CommOptStrategy | CommOptShardedStrategy") -> No
         raise ValueError("`nonfinite='skip'` cannot skip LBFGS, which evaluates its closure itself: choose 'error'.")
 
 
-def fingerprint(strategy: "CommOptStrategy", model: nn.Module) -> dict[str, str]:
-    """Return what must be equal on all ranks, by field."""
-    fields = {
+def versions() -> dict[str, str]:
+    """Return what is installed, which must be equal on all ranks."""
+    return {
         "lightning_commopt version": __version__,
         "torch version": torch.__version__,
         "lightning version": lightning.__version__,
         "python version": platform.python_version(),
+    }
+
+
+def fingerprint(strategy: "CommOptStrategy", model: nn.Module) -> dict[str, str]:
+    """Return what must be equal on all ranks, by field."""
+    fields = {
+        **versions(),
         "compression": repr(strategy.compression),
         "auto": repr(strategy._policy),
         "hierarchy": str(strategy.hierarchy),

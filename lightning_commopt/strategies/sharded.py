@@ -119,7 +119,6 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         self._shards: ShardGroups | None = None
         self._steps: AppliedSteps | None = None
         self._deferred = False
-        self._control_group: tuple[object, ControlGroup] | None = None
         self._replica_control: tuple[object, ControlGroup] | None = None
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
@@ -205,14 +204,6 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
     def replicas(self) -> int:
         """Copies of the model, one a node."""
         return self.replica_mesh.size()
-
-    @property
-    def _control(self) -> ControlGroup:
-        """The control group of all ranks, made once for each default process group."""
-        world = dist.group.WORLD
-        if self._control_group is None or self._control_group[0] is not world:
-            self._control_group = (world, ControlGroup(self._timeout))
-        return self._control_group[1]
 
     @property
     def _replicas_control(self) -> ControlGroup:
@@ -401,7 +392,7 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        runtime = ("_path", "_shards", "_steps", "_device_mesh", "_control_group", "_replica_control")
+        runtime = ("_path", "_shards", "_steps", "_device_mesh", "_replica_control")
         return super().__getstate__() | dict.fromkeys(runtime)
 
     def __repr__(self) -> str:

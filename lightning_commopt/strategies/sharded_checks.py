@@ -1,22 +1,19 @@
 """What is refused or compared before a sharded module trains."""
 
-import platform
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, get_args
 
-import lightning
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_commopt.__about__ import __version__
 from lightning_commopt.compression import Uncompressed
 from lightning_commopt.routes import Topology
 from lightning_commopt.sharded.parameters import ShardGroups
 from lightning_commopt.strategies.explain import KERNELS, ROUTES
 from lightning_commopt.strategies.nonfinite import Nonfinite
-from lightning_commopt.strategies.preflight import check_stall_timeout
+from lightning_commopt.strategies.preflight import check_stall_timeout, versions
 
 if TYPE_CHECKING:
     from lightning_commopt.strategies.sharded import CommOptShardedStrategy
@@ -169,10 +166,7 @@ def sharded_fingerprint(strategy: "CommOptShardedStrategy", module: nn.Module) -
     """Return what must be equal on all ranks, by field."""
     timeout = strategy.stall_timeout
     fields = {
-        "lightning_commopt version": __version__,
-        "torch version": torch.__version__,
-        "lightning version": lightning.__version__,
-        "python version": platform.python_version(),
+        **versions(),
         "compression": repr(strategy.compression),
         "hierarchy": str(strategy.hierarchy),
         "wrap": str(strategy.wrap),

@@ -12,7 +12,7 @@ from lightning_commopt.compression import Compression, Parameter, Scratch, Uncom
 from lightning_commopt.compression.pending import Parts
 from lightning_commopt.measure import CommStats, Recorder, Traffic, clock_for
 from lightning_commopt.routes import Parcel, Route
-from lightning_commopt.routes.bucket import BucketState, Share
+from lightning_commopt.routes.bucket import BucketState, Share, parts_of
 from lightning_commopt.routes.choose import route_for
 from lightning_commopt.routes.message import NONFINITE, PRESENT
 from lightning_commopt.routes.packing import gather, unpack
@@ -217,11 +217,7 @@ class ZeroExchange:
 
     def state(self) -> dict[str, Parts]:
         """Return this rank's residuals, as ``"first"`` and ``"second"``, by parameter."""
-        state: dict[str, Parts] = {kind: dict(parts) for kind, parts in self._loaded.items()}
-        for kept in self._buffers.values():
-            for kind, buffer in kept.buffers.items():
-                state.setdefault(kind, {}).update(buffer.parts())
-        return state
+        return parts_of(self._buffers.values(), self._loaded)
 
     def load_state(self, state: dict[str, Parts], rounds: int) -> None:
         """Take residuals as :meth:`state` gave them."""
