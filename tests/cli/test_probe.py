@@ -40,6 +40,7 @@ def test_every_operation_is_timed_at_every_size(pool: WorkerPool, world: int) ->
 
 def each_operation_exchanges() -> None:
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert group is not None
     for name, operation in OPERATIONS.items():
         filled: list[torch.Tensor] = []
 
