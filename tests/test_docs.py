@@ -7,6 +7,7 @@ import re
 import shlex
 import types
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commopt
 from lightning_commopt import Compression, callbacks, metrics, tuning
+from lightning_commopt.cli import COMMANDS
 from lightning_commopt.compression import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -127,11 +129,6 @@ def commands(text: str) -> Iterator[list[str]]:
 
 def source_of(words: list[str]) -> str | None:
     """The source of the script or module that a command runs; None where it runs none of ours."""
-    if words[0] == "commopt":
-        folder = ROOT / "lightning_commopt" / "cli"
-        own = folder / f"{words[1]}.py" if words[1:] and not words[1].startswith("-") else folder / "__init__.py"
-        assert own.is_file(), f"no command `{' '.join(words[:2])}`"
-        return "\n".join(path.read_text() for path in folder.glob("*.py"))
     if "-m" in words and (module := words[words.index("-m") + 1]).split(".")[0] in ("benchmarks", "lightning_commopt"):
         spec = importlib.util.find_spec(module)
         assert spec is not None, f"no module {module}"
@@ -143,12 +140,26 @@ def source_of(words: list[str]) -> str | None:
     return scripts[0].read_text() if scripts else None
 
 
+def check_commopt(words: list[str]) -> None:
+    """Check that a `commopt` command line names a command and options of it."""
+    if not words or words[0] in ("--help", "--version"):
+        return
+    assert words[0] in COMMANDS, f"no command `commopt {words[0]}`"
+    module, function = COMMANDS[words[0]][0].split(":")
+    options = {*inspect.signature(getattr(import_module(module), function)).parameters, "json", "help"}
+    given = {word.removeprefix("--").split("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    assert given <= options, f"commopt {words[0]}: {given - options}"
+
+
 @pytest.mark.parametrize("page", TEXTS)
 def test_commands_exist(page: str) -> None:
     extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     for words in commands(TEXTS[page]):
         for named in re.findall(r"(?:lightning-commopt|\.)\[([\w,]+)\]", " ".join(words)):
             assert set(named.split(",")) <= extras, named
+        if words[0] == "commopt" or "lightning_commopt.cli" in words:
+            check_commopt(words[words.index("commopt" if words[0] == "commopt" else "lightning_commopt.cli") + 1 :])
+            continue
         source = source_of(words)
         if source is None or "LightningCLI" in source:  # its flags: tests/test_cli.py
             continue
