@@ -51,5 +51,4 @@ def _tables(text: str) -> str:
 def _cells(line: str, columns: list[tuple[int, int]]) -> list[str]:
     """Return the cells of a line; the last one runs to its end."""
     ends = [end for _, end in columns[:-1]] + [len(line)]
-    cut = [line[start:end].strip() for (start, _), end in zip(columns, ends, strict=True)]
-    return [cell.replace("|", "\\|") for cell in cut]
+    return [line[start:end].strip() for (start, _), end in zip(columns, ends, strict=True)]
