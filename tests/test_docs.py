@@ -65,7 +65,7 @@ def accepted(callee: Any) -> set[str]:
     own = {p.name for p in parameters}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters) or not isinstance(callee, type):
         return own
-    inherited = [base for base in callee.__mro__[1:] if base.__init__ is not object.__init__]
+    inherited = [base for base in callee.__mro__[1:-1] if "__init__" in vars(base)]
     above = set().union(*(inspect.signature(base).parameters for base in inherited))
     ddp = set(inspect.signature(DistributedDataParallel).parameters) if issubclass(callee, DDPStrategy) else set()
     return own | above | ddp
