@@ -11,7 +11,9 @@ from lightning_commopt.cli.output import Answer, print_answer, stdout_to_stderr
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "report": ("lightning_commopt.cli.report:report", "what did a run spend its time on, and how do several differ?"),
+}
 """Where each command is, as ``module:function``, and the question that it answers."""
 
 _OVERVIEW = """\
