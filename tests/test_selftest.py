@@ -12,13 +12,13 @@ from tests.laws.faults import planted
 from tests.pool import WorkerFailure, WorkerPool
 
 
-def tested(device: str, *methods: str, ranks_per_node: int | None = None) -> Report:
-    """All laws, over some methods."""
-    return run_laws(device, methods=methods, ranks_per_node=ranks_per_node, timeout=timedelta(seconds=20))
+def laws_of(device: str, method: str, ranks_per_node: int | None, timeout_s: float) -> Report:
+    """All laws, over a method."""
+    return run_laws(device, methods=[method], ranks_per_node=ranks_per_node, timeout=timedelta(seconds=timeout_s))
 
 
 def test_laws_hold_inside_and_between_nodes(pool: WorkerPool, device: str) -> None:
-    for report in pool.run(tested, 4, device, "int4", ranks_per_node=2):
+    for report in pool.run(laws_of, 4, device, "int4", 2, 60):
         assert not report.failed
         assert {outcome.status for outcome in report.outcomes} == {"passed"}
         assert {outcome.method for outcome in report.outcomes} == {"int4", "int4-nodes_of_2"}
@@ -33,7 +33,7 @@ FAULTS: tuple[tuple[Callable[[], None], str, str], ...] = (
     (faults.short_message, "bytes", r"(\d+) bytes were promised for 3 rounds, \1 counted, (?!\1)\d+ handed"),
     (faults.uncounted_message, "bytes", "handed to the collectives"),
     (faults.own_value, "replicas", r"rank 1: its parameters have other bits than those of rank 0 from step 1 on"),
-    (faults.other_order, "order", r"rank 1: operation \d+ is all_gather_coalesced of \d+ bytes, on rank 0 all_gather"),
+    (faults.other_order, "order", r"rank 1: operation \d+ is (\w+)_coalesced of (\d+) bytes, on rank 0 \1 of \2 b"),
     (faults.early_commit, "nonfinite", "nan in `body`: residuals changed in a step that was skipped"),
     (faults.forgotten_state, "restart", "round 1 has other bits after a restart"),
 )
@@ -41,7 +41,7 @@ FAULTS: tuple[tuple[Callable[[], None], str, str], ...] = (
 
 @pytest.mark.parametrize("fault", dict.fromkeys(fault for fault, _, _ in FAULTS))
 def test_a_broken_law_is_found(pool: WorkerPool, device: str, fault: Callable[[], None]) -> None:
-    reports = pool.run(planted, 2, fault, tested, device, "int8")
+    reports = pool.run(planted, 2, fault, laws_of, device, "int8", None, 60)
     assert reports[0] == reports[1]
     said = {outcome.law: "\n".join(map(str, outcome.faults)) for outcome in reports[0].failed}
     for planted_fault, law, words in FAULTS:
@@ -52,13 +52,12 @@ def test_a_broken_law_is_found(pool: WorkerPool, device: str, fault: Callable[[]
 
 
 def test_a_rank_that_raises_is_named(pool: WorkerPool, device: str) -> None:
-    report = pool.run(planted, 2, faults.raising_rank, tested, device, "none", "int8")[1]
-    assert {outcome.status for outcome in report.outcomes if outcome.method == "none"} == {"passed"}
-    broken, *rest = (outcome for outcome in report.outcomes if outcome.method == "int8")
+    report = pool.run(planted, 2, faults.raising_rank, laws_of, device, "int8", None, 4)[1]
+    broken, *rest = report.outcomes
     assert str(broken.faults[0]) == "rank 1: ArithmeticError: no such instruction"
     assert {outcome.status for outcome in rest} == {"not run"}
 
 
 def test_one_rank_has_nobody_to_differ_from(pool: WorkerPool, device: str) -> None:
     with pytest.raises(WorkerFailure, match="at least 2 processes"):
-        pool.run(tested, 1, device)
+        pool.run(laws_of, 1, device, "int8", None, 60)

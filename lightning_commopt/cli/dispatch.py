@@ -11,7 +11,9 @@ from lightning_commopt.cli.output import Answer, print_answer, stdout_to_stderr
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": ("lightning_commopt.cli.doctor:doctor", "does everything work on these machines as promised?"),
+}
 """Where each command is, as ``module:function``, and the question that it answers."""
 
 _OVERVIEW = """\

@@ -15,8 +15,8 @@ class Ledger:
     """Adds up, in fp64, the true means of all rounds and the results that were applied.
 
     It also adds up by how much the two may differ. Each rounding of fp32 errs by at most ``2^-24`` of the largest
-    number at hand, and a round has about a dozen of them and one for each rank that is added: that is all for a method with
-    error feedback, whatever it drops. A cast may lose what it states for each hop.
+    number at hand, and a round has about a dozen of them and one for each rank that is added: that is all for a method
+    with error feedback, whatever it drops. A cast may lose what it states for each hop.
 
     Args:
         engine: Whose books these are.

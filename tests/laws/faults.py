@@ -137,10 +137,9 @@ def short_message() -> None:
 
     def short(self: GlooTransport, send: Sequence[Tensor], receive: Tensor) -> Travelling:
         got = receive[:, :-1].contiguous()
-        travelling = exchange(self, [row[:-1].contiguous() for row in send], got)
-        travelling.wait()
+        exchange(self, [row[:-1].contiguous() for row in send], got).wait()
         receive[:, :-1] = got
-        return travelling
+        return Travelling()
 
     GlooTransport._exchange = short  # type: ignore[method-assign]
 
