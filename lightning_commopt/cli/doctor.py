@@ -1,6 +1,7 @@
 """``commopt doctor``."""
 
 import os
+from dataclasses import asdict
 from typing import Literal
 
 import torch
@@ -17,24 +18,39 @@ __all__ = ["doctor"]
 
 def doctor(
     selftest: bool = False,
+    compare: str | None = None,
+    steps: int = 10,
+    tolerance: float = 0.05,
     processes: int = 2,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     methods: str = "",
     ranks_per_node: int | None = None,
     timeout: float = 60.0,
 ) -> Answer | None:
-    """Does everything work on these machines as promised?
+    """Is everything all right with these machines, and with my run on them?
 
-    The self-test needs no data and no model, and takes about a minute:
+    Where it runs and what is wrong there, in seconds; alike on all ranks under torchrun:
+
+        commopt doctor
+
+    What the product promises, tested between ranks here, in about a minute, without data or model:
 
         commopt doctor --selftest
         torchrun --nnodes 2 --nproc-per-node 8 ... -m lightning_commopt.cli doctor --selftest
 
-    Exit code 1: a law does not hold.
+    The first steps of your own run: data, seeds, gradients, replicas, and whether one process would have had the same
+    losses. `make_trainer()` in your script returns (trainer, model) or (trainer, model, data), and calls no fit:
+
+        commopt doctor --compare train.py:make_trainer
+
+    Exit code 1: something was found.
 
     Args:
         selftest: Test what the product promises, for every method: nothing is lost, replicas are equal, bytes sent are
             bytes promised, and so on.
+        compare: Function that makes your Trainer and model, as script.py:function.
+        steps: Optimizer steps to take, and to repeat in one process (--compare).
+        tolerance: Difference of the two losses that is no finding, as a part of them (--compare).
         processes: Ranks to start on this machine, where torchrun has started none.
         device: Where gradients are: cpu (gloo) or cuda (NCCL); auto takes cuda where there is a GPU for each process.
         methods: Only these methods, such as int8,topk; all by default.
@@ -42,9 +58,31 @@ def doctor(
         timeout: Seconds until a rank that does not answer ends the test.
 
     """
-    if not selftest:
-        raise UsageError("Say what to look at: `--selftest`.")
-    return _selftest(processes, device, methods, ranks_per_node, timeout)
+    if selftest and compare is not None:
+        raise UsageError("`--selftest` and `--compare` are two examinations: ask for one.")
+    if compare is not None:
+        return _compare(compare, steps, tolerance)
+    if selftest:
+        return _selftest(processes, device, methods, ranks_per_node, timeout)
+    raise UsageError("Say what to look at: `--selftest` or `--compare`.")
+
+
+def _compare(words: str, steps: int, tolerance: float) -> Answer | None:
+    if steps < 1 or tolerance < 0:
+        raise UsageError("`--steps` must be at least 1, and `--tolerance` at least 0.")
+    from lightning_commopt.callbacks.doctor.table import report
+    from lightning_commopt.trials import Target, TargetError
+    from lightning_commopt.trials.compare import compare
+
+    try:
+        examined = compare(Target(words), steps, tolerance)
+    except TargetError as error:
+        raise UsageError(str(error)) from None
+    if examined is None:
+        return None
+    findings = [{**asdict(finding), "status": finding.status} for finding in examined.findings]
+    data = {"when": examined.when, "found": examined.found, "findings": findings}
+    return Answer(data, [report(examined.findings, examined.when)], code=int(examined.found))
 
 
 def _selftest(processes: int, device: str, methods: str, ranks_per_node: int | None, timeout_s: float) -> Answer | None:
