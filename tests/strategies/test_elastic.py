@@ -1,6 +1,5 @@
 """torchrun restarts workers after one was killed or stopped, and a fit goes on, also on another number of ranks."""
 
-import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing_extensions import override
 
 from lightning_commopt import Int8
 from lightning_commopt.callbacks import LinearLRScaling
+from tests.launch.job import free_port
 from tests.methods import Case
 from tests.pool import PoolEnvironment, WorkerPool, trainer
 from tests.strategies import restarted
@@ -33,12 +33,6 @@ def uninterrupted(folder: Path) -> str:
 def expected(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Digest of the parameters of the uninterrupted fit."""
     return pool.run(uninterrupted, 2, tmp_path_factory.mktemp("uninterrupted"))[0]
-
-
-def free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.timeout(LIMIT + 60)
