@@ -31,6 +31,8 @@ from lightning_commopt.compression import METHODS
 from lightning_commopt.measure import Span, aligned
 from tests.pool import WorkerPool, trainer
 
+pytestmark = pytest.mark.runs("callbacks", "CommMonitor, report")
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 

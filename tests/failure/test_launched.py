@@ -11,6 +11,8 @@ import pytest
 
 from tests.failure.launch import LIMIT_S, Launch, Outcome, last_checkpoint_loads
 
+pytestmark = pytest.mark.runs("commopt", "failing together")
+
 BOUND_S = 45.0
 """From the fault until the last process is gone; generous, since launches share the cores of the test machine."""
 

@@ -23,6 +23,10 @@ from tests.launch.documented import blocks
 from tests.launch.job import Job, free_port
 from tests.pool import WorkerPool, trainer
 
+pytestmark = pytest.mark.runs(
+    "commopt", "launch by {name}", name=("lightning", "torchrun", "torchrun-nodes", "slurm", "mpirun", "ray")
+)
+
 HERE = Path(__file__).parent
 LIMIT_S = 200.0
 """Seconds until a launch is killed with all its processes."""

@@ -3,6 +3,8 @@
 from math import prod
 from typing import NamedTuple
 
+import pytest
+
 from lightning_commopt.compression import OneBit, PowerSGD
 from lightning_commopt.compression.layout import round_up
 from lightning_commopt.measure import Traffic
@@ -12,6 +14,8 @@ from tests.laws.faults import planted
 from tests.laws.wire import counted_bytes
 from tests.methods import Case, each_case_and_world, named_case
 from tests.pool import WorkerPool
+
+pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
 
 ROUNDS = 3
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +13,8 @@ from tests.laws.faults import planted
 from tests.laws.ledger import Ledger
 from tests.methods import Case, each_case_and_world, named_case
 from tests.pool import WorkerPool
+
+pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
 
 BAD = {"body": torch.nan, "conv": torch.inf, "norm": -torch.inf, "scalar": torch.nan, "head": -torch.inf}
 """One bad element in each of these parameters, one a round; some compressed, some exact."""

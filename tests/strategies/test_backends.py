@@ -8,6 +8,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_commopt import CommOptDeepSpeedStrategy, CommOptShardedStrategy, CommOptStrategy
 from lightning_commopt.strategies.backends import check_backend
 
+pytestmark = pytest.mark.runs("commopt", "options refused")
+
 
 @pytest.mark.parametrize(
     ("backend", "device", "told"),

@@ -23,6 +23,8 @@ from tests.strategies.test_launch import LIMIT, run
 from tests.strategies.test_resume import assert_conserved, mean_residual
 from tests.strategies.toy import Regression, flat, same_bits, state_of, strategy_of
 
+pytestmark = pytest.mark.runs("commopt", "restart by torchrun, other number of ranks")
+
 
 def uninterrupted(folder: Path) -> str:
     """The same fit with nobody killed."""

@@ -10,6 +10,8 @@ import pytest
 from tests.launch.job import Job
 from tests.strategies import launched
 
+pytestmark = pytest.mark.runs("commopt", "launch by {launch}", launch=("fork", "notebook", "spawn"))
+
 SCRIPT = str(Path(launched.__file__))
 LIMIT = 200.0
 """Seconds until a launch is killed with all its processes."""

@@ -17,6 +17,8 @@ from tests.methods import CASES, Case
 from tests.pool import WorkerPool
 from tests.strategies.toy import Batch, Regression, batches, each_method, fit, strategy_of
 
+pytestmark = pytest.mark.runs("commopt", "options refused")
+
 
 def hook(*_: Any) -> None:
     """A communication hook of the user."""
