@@ -7,13 +7,13 @@ the script of two nodes, does so here too.
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.launch.job import free_port
 from tests.pool import WorkerPool
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -73,13 +73,6 @@ def test_two_nodes(tmp_path: Path) -> None:
     assert ran.returncode == 0, output
     assert re.search("route hierarchical: full precision inside 2 nodes of 2 ranks", output), output
     assert re.search(r"method +│ +int8 │ on 4 ranks", output), output
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")

@@ -2,6 +2,8 @@
 
 from math import prod
 
+import pytest
+
 from lightning_commopt.compression import OneBit, PowerSGD
 from lightning_commopt.compression.layout import round_up
 from lightning_commopt.selftest.engine import SHAPES
@@ -10,6 +12,8 @@ from tests.laws import faults
 from tests.laws.faults import planted
 from tests.methods import Case, each_case_and_world, named_case
 from tests.pool import WorkerPool
+
+pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
 
 
 @each_case_and_world()

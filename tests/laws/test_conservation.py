@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,6 +14,8 @@ from tests.laws import faults
 from tests.laws.faults import planted
 from tests.methods import Case, each_case_and_world, named_case
 from tests.pool import WorkerPool
+
+pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
 
 FIRST = frozenset({"body", "wide", "norm", "scalar", "conv"})
 """The parameters of a first optimizer, or a first branch; spread over the buckets."""

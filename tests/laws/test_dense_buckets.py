@@ -13,6 +13,8 @@ from lightning_commopt.selftest.wire import counted_bytes
 from tests.methods import Case
 from tests.pool import WorkerPool
 
+pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
+
 DENSE = 2
 
 

@@ -1,5 +1,6 @@
 """Law 5 on the gradient path: a gradient that is not finite stays where it is, and leaves no trace in what is kept."""
 
+import pytest
 import torch
 
 from lightning_commopt.selftest.engine import SHAPES, Engine, engine, gradients_of
@@ -8,6 +9,8 @@ from tests.laws import faults
 from tests.laws.faults import planted
 from tests.methods import Case, each_case_and_world, named_case
 from tests.pool import WorkerPool
+
+pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
 
 
 @each_case_and_world()

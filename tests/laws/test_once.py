@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 from lightning_commopt.selftest.once import lost_or_repeated
 from tests.methods import Case, each_case_and_world
 from tests.pool import WorkerPool
+
+pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Law 2: after every synchronous step the parameters are the same bits on all ranks."""
 
+import pytest
+
 from lightning_commopt.selftest.digest import digest
 from lightning_commopt.selftest.engine import gradients_of
 from lightning_commopt.selftest.replicas import training
@@ -7,6 +9,8 @@ from tests.laws import faults
 from tests.laws.faults import planted
 from tests.methods import Case, each_case_and_world, named_case
 from tests.pool import WorkerPool
+
+pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
 
 
 @each_case_and_world()

@@ -19,6 +19,8 @@ from tests.pipeline.toy import alone, distance, piped
 from tests.pool import WorkerPool, trainer
 from tests.strategies.toy import loader
 
+pytestmark = pytest.mark.runs("commopt_pipeline", "with data parallel")
+
 TOLERANCE = 1e-6
 
 

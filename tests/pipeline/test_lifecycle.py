@@ -20,6 +20,8 @@ from tests.pipeline.toy import CLASSES, Chain, batches, distance, piped
 from tests.pool import WorkerPool, trainer
 from tests.strategies.toy import ScaledFP32, loader
 
+pytestmark = pytest.mark.runs("commopt_pipeline", "fit, validate, checkpoints, resume")
+
 
 class Full(Chain):
     """Logs in every way, and has every step."""

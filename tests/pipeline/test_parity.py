@@ -14,6 +14,8 @@ from lightning_commopt.pipeline import precision, staged
 from tests.pipeline.toy import Chain, Outcome, TinyGPT, alone, batches, distance, piped, tokens
 from tests.pool import WorkerPool
 
+pytestmark = pytest.mark.runs("commopt_pipeline", "equal to one process")
+
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zbv"]
 GRIDS = [(2, 2), (4, 4), (4, 2)]  # processes, stages
 TOLERANCE = 1e-6

@@ -15,6 +15,8 @@ from tests.pipeline.toy import TinyGPT, alone, distance, tokens
 from tests.pool import WorkerPool, trainer
 from tests.strategies.toy import loader, same_bits
 
+pytestmark = pytest.mark.runs("commopt_pipeline", "with data parallel")
+
 Fitted = tuple[dict[str, Tensor], int]
 """Weights, and the rounds of exchange."""
 METHODS = [case for case in CASES if not case.hierarchy]

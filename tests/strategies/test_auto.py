@@ -33,6 +33,8 @@ from lightning_commopt.tuning.bandwidth import BandwidthWatch
 from tests.pool import WorkerPool
 from tests.strategies.toy import SMALL_BUCKETS, Batch, Fit, Regression, batches, fit
 
+pytestmark = pytest.mark.runs("commopt", "auto")
+
 BYTES_PER_SECOND = 1e6
 INSIDE_NODES: list[list[int]] = []
 """Ranks between which messages take no time."""

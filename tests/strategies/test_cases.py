@@ -34,6 +34,8 @@ from tests.strategies.toy import (
     strategy_of,
 )
 
+pytestmark = pytest.mark.runs("commopt", "training, all cases")
+
 # ---- really on ------------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,8 @@ from tests.pool import WorkerPool
 from tests.strategies.chosen import SHAPES, Chosen, Ledger, assert_conserved, mean_gradient, total, train
 from tests.strategies.toy import each_route
 
+pytestmark = pytest.mark.runs("commopt", "training conserves gradients")
+
 STEPS = 6
 FIRST = [name for name in SHAPES if name.startswith("d")]
 SECOND = [name for name in SHAPES if not name.startswith("d")]

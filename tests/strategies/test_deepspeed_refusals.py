@@ -12,6 +12,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_commopt import CommOptDeepSpeedStrategy, CommOptStrategy, Int4, Int8
 from lightning_commopt.zero.checks import check_method, check_version
 
+pytestmark = pytest.mark.runs("commopt_deepspeed", "options refused")
+
 INSTALLED = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed")
 HPZ = {"zero_optimization": {"zero_hpz_partition_size": 2}}

@@ -1,7 +1,6 @@
 """torchrun restarts workers after one was killed or stopped, and a fit goes on, also on another number of ranks."""
 
 import os
-import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,14 @@ from typing_extensions import override
 
 from lightning_commopt import Int8
 from lightning_commopt.callbacks import LinearLRScaling
+from tests.launch.job import free_port
 from tests.methods import Case
 from tests.pool import PoolEnvironment, WorkerPool, trainer
 from tests.strategies import restarted
 from tests.strategies.test_resume import assert_conserved, mean_residual
 from tests.strategies.toy import Regression, flat, same_bits, state_of, strategy_of
+
+pytestmark = pytest.mark.runs("commopt", "restart by torchrun, other number of ranks")
 
 
 def uninterrupted(folder: Path) -> str:
@@ -34,12 +36,6 @@ def uninterrupted(folder: Path) -> str:
 def expected(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Digest of the parameters of the uninterrupted fit."""
     return pool.run(uninterrupted, 2, tmp_path_factory.mktemp("uninterrupted"))[0]
-
-
-def free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def torchrun(words: list[str], folder: Path, rank: int, fault: str) -> None:

@@ -29,6 +29,8 @@ from tests.strategies.toy import (
     strategy_of,
 )
 
+pytestmark = pytest.mark.runs("commopt", "kinds of models")
+
 STEPS = 8
 
 

@@ -36,6 +36,8 @@ from tests.strategies.toy import (
     tensors_of,
 )
 
+pytestmark = pytest.mark.runs("commopt", "non-finite gradients")
+
 BAD = 5
 """The step in which rank 1 alone spoils its loss."""
 

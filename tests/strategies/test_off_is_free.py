@@ -15,6 +15,8 @@ from lightning_commopt.compression import METHODS
 from tests.pool import WorkerPool
 from tests.strategies.toy import SMALL_BUCKETS, Fit, Regression, batches, fit
 
+pytestmark = pytest.mark.runs("commopt", "none is plain DDP")
+
 
 class Wrapper(pl.Callback):
     """Notes the class that wraps the module."""

@@ -31,6 +31,8 @@ from tests.strategies.toy import (
     strategy_of,
 )
 
+pytestmark = pytest.mark.runs("commopt", "checkpoints and resume")
+
 STEPS = 5
 """Steps of an epoch."""
 NONE, INT8 = Case(Uncompressed()), Case(Int8())

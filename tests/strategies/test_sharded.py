@@ -18,6 +18,8 @@ from tests.pool import WorkerFailure, WorkerPool
 from tests.strategies.sharded_toy import OwnSharding, ShardedFit, fit_sharded, sharded
 from tests.strategies.toy import ByHand, Regression, ScaledFP32, batches
 
+pytestmark = pytest.mark.runs("commopt_hsdp", "training, methods")
+
 NODES: dict[str, Any] = {"nodes": 2, "timeout": 60.0}
 
 

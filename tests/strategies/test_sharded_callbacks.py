@@ -16,6 +16,8 @@ from tests.pool import WorkerPool
 from tests.strategies.sharded_toy import ShardedFit, fit_sharded, sharded
 from tests.strategies.toy import Regression, batches
 
+pytestmark = pytest.mark.runs("commopt_hsdp", "callbacks")
+
 NODES: dict[str, Any] = {"nodes": 2, "timeout": 60.0}
 
 

@@ -15,6 +15,8 @@ from tests.pool import WorkerPool, trainer
 from tests.strategies.sharded_toy import fit_sharded, sharded, whole
 from tests.strategies.toy import Regression, batches, loader, same_bits, state_of, tensors_of
 
+pytestmark = pytest.mark.runs("commopt_hsdp", "checkpoints and resume")
+
 NODES: dict[str, Any] = {"nodes": 2, "timeout": 60.0}
 STEPS = 4
 """Steps of an epoch."""
