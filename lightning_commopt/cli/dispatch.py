@@ -11,7 +11,9 @@ from lightning_commopt.cli.output import Answer, print_answer, stdout_to_stderr
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "plan": ("lightning_commopt.cli.plan:plan", "How should this model be trained on this cluster?"),
+}
 """Where each command is, as ``module:function``, and the question that it answers."""
 
 _OVERVIEW = """\
