@@ -88,18 +88,18 @@ def test_zero_plus_plus_sends_a_quarter_between_nodes() -> None:
 @pytest.mark.parametrize(
     ("gbit", "tokens", "low", "high"), [(100, 1024, 2.0, 2.2), (400, 1024, 1.28, 1.36), (400, 2048, 1.24, 1.29)]
 )
-def test_zero_plus_plus_gains_what_was_reported_within_a_factor_of_two(
+def test_zero_plus_plus_gains_what_was_reported_within_two_fifths(
     gbit: int, tokens: int, low: float, high: float
 ) -> None:
     """DeepSpeed's blog on ZeRO++ (blogs/zeropp in its repository), 384 V100, figures 6 and 7.
 
     100 Gbit/s a node: twice as fast on average, up to 2.2; 400 Gbit/s: 28 to 36 % more with 1k tokens a device, 24 to
-    29 % with 2k. It does not say what one device reaches by itself; 40 % of 125 TFLOPS is assumed here, so that only
-    the order of the gain can be tested.
+    29 % with 2k. It does not say what one device reaches by itself; 40 % of 125 TFLOPS is assumed. At 400 Gbit/s the
+    model hides all gathers behind computing and predicts no gain; at 100 Gbit/s and 1k tokens it says 2.2.
     """
     cluster = replace(V100, inter_rate=gbit * GBIT)
     gain = zero3(cluster, tokens, plus=False).step_ms / zero3(cluster, tokens, plus=True).step_ms
-    assert low / 2 <= gain <= high * 2
+    assert low / 1.4 <= gain <= high * 1.4
 
 
 def test_zero_plus_plus_gains_more_the_slower_the_network_and_the_smaller_the_batch() -> None:
@@ -139,20 +139,19 @@ def test_an_all_reduce_takes_what_1_bit_adam_measured_within_a_third(
     assert measured_ms / 1.34 <= told.transfer_ms <= measured_ms * 1.34
 
 
-def test_one_bit_gains_what_1_bit_adam_reported_within_a_factor_of_two() -> None:
+def test_one_bit_gains_what_1_bit_adam_reported_within_a_quarter() -> None:
     """DeepSpeed's blog of 2020-09-09: in the compression stage up to 6.6 times the throughput on Ethernet.
 
     64 devices, 16 samples each. Forward, backward and the rest of a step are those of table 1 (arXiv 2102.02888):
-    35.71, 60.81 and 75.59 ms. Their all-reduce follows backward, ours overlaps with it, and ours sends fp32 against
-    which the gain would be twice as large: so fp16 gradients are taken here, too.
+    35.71, 60.81 and 75.59 ms. Gradients are 2 bytes, as theirs were.
     """
     training = Training(64 * 16, "bf16-true", compute_ms=35.71 + 60.81, compute_samples=16)
     work = Work(BERT_LARGE, training, ETHERNET, Layout("data", 64), 16, 1)
     rest_ms = 75.59 - work.optimizer_ms
     dense, onebit = (simulate_layout(work, method_named(word)).step_ms + rest_ms for word in ("none", "onebit"))
-    assert 6.6 / 2 <= dense / onebit <= 6.6 * 2
+    assert 6.6 / 1.25 <= dense / onebit <= 6.6 * 1.25
     whole = 1 / (0.15 + 0.85 * onebit / dense)
-    assert 3.5 / 2 <= whole <= 3.5 * 2, "with 15 % of the steps dense: reported end to end 3.5"
+    assert 3.5 / 1.25 <= whole <= 3.5 * 1.25, "with 15 % of the steps dense: reported end to end 3.5"
 
 
 def test_one_bit_sends_a_sixteenth_of_fp16() -> None:
