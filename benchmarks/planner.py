@@ -3,7 +3,7 @@
     python -m benchmarks.planner          # a table in Markdown; nothing is run
 
 The planner is given what a person knows beforehand: parameters, ranks, the rate of the links as ``tc`` was told, their
-latency, how long forward and backward take in one process that exchanges nothing (``nosync``), and how fast this machine
+latency, how long forward and backward take in one process without exchange (``nosync``), and how fast this machine
 copies memory (``benchmarks.kernels``). What codecs and the network's own work cost a processor is assumed, not probed.
 """
 
