@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.links.network import bits_per_second
 from benchmarks.links.record import Run, read_runs
 from lightning_commopt.compression import METHODS, method_named
+from lightning_commopt.demo.network import bits_per_second
 from lightning_commopt.planning import Cluster, Layout, Model, Training
 from lightning_commopt.planning.layout_step import Work, simulate_layout
 

@@ -12,7 +12,13 @@ from lightning_commopt.cli.output import Answer, print_answer, stdout_to_stderr
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "plan": ("lightning_commopt.cli.plan:plan", "How should this model be trained on this cluster?"),
+    "demo": (
+        "lightning_commopt.cli.demo:demo",
+        "what does it save? A small model under DDP and under a strategy of ours",
+    ),
+    "plan": ("lightning_commopt.cli.plan:plan", "how should this model be trained on this cluster?"),
+    "probe": ("lightning_commopt.cli.probe:probe", "how fast are the links between my processes?"),
+    "report": ("lightning_commopt.cli.report:report", "what did a run spend its time on, and how do several differ?"),
 }
 """Where each command is, as ``module:function``, and the question that it answers."""
 

@@ -1,9 +1,10 @@
 """Options of a command, read from its function's signature and docstring."""
 
 import argparse
+import re
 from collections.abc import Callable
 from keyword import iskeyword
-from typing import Any
+from typing import Any, get_type_hints
 
 import docstring_parser
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
@@ -33,7 +34,8 @@ def parse(name: str, command: Callable[..., object], words: list[str]) -> dict[s
 
     Args:
         name: What the help calls the command.
-        command: A function with annotations and a docstring in Google's style.
+        command: A function with annotations and a docstring in Google's style. A ``list[str]`` takes one word or more,
+            by its place.
         words: The command line.
 
     Returns:
@@ -44,7 +46,11 @@ def parse(name: str, command: Callable[..., object], words: list[str]) -> dict[s
 
     """
     parser = _Parser(prog=name, description=_description(command), formatter_class=_Formatter, exit_on_error=False)
-    parser.add_function_arguments(command, as_group=False, as_positional=True)
+    several = {name for name, kind in get_type_hints(command).items() if kind == list[str]}
+    parser.add_function_arguments(command, as_group=False, as_positional=True, skip=several)
+    for argument in docstring_parser.parse(command.__doc__ or "").params:
+        if argument.arg_name in several:
+            parser.add_argument(argument.arg_name, type=str, nargs="+", help=argument.description)
     parser.add_argument("--json", type=bool, default=False, help="Print one JSON object, and nothing else.")
     try:
         found = vars(parser.parse_args(words))
@@ -61,6 +67,7 @@ def _description(command: Callable[..., object]) -> str:
 
 
 def _sentence(error: ArgumentError) -> str:
-    """Return what jsonargparse says, in one line."""
-    said = " ".join(str(error).split())
+    """Return what jsonargparse says, in one line and with the option as it is written."""
+    said = re.sub(r'Parser key "(\w+)":', lambda key: f"`--{key[1].replace('_', '-')}`:", " ".join(str(error).split()))
+    said = re.sub(r"<class '(\w+)'>", r"\1", said)
     return said if said.endswith((".", "?", "!")) else f"{said}."

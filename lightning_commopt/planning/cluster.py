@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_commopt.tuning.links import Channel
+from lightning_commopt.tuning.plan import CodecCost
 
 __all__ = ["Cluster"]
 
@@ -24,6 +25,9 @@ class Cluster:
         intra_latency_ms: Inside one.
         straggler: How many times as long the slowest rank computes.
         kind: ``"cuda"`` or ``"cpu"``.
+        stolen_ns_per_byte: Time by which computing is delayed for each byte sent, measured.
+        contention: Part of a codec's time by which computing is delayed.
+        codecs: What methods cost, measured, by their words; of the others it is assumed.
 
     """
 
@@ -39,6 +43,9 @@ class Cluster:
     intra_latency_ms: float = 0.005
     straggler: float = 1.0
     kind: str = "cuda"
+    stolen_ns_per_byte: float = 0.0
+    contention: float = 1.0
+    codecs: tuple[tuple[str, CodecCost], ...] = ()
 
     def __post_init__(self) -> None:
         if self.devices < 1 or self.per_node < 1:
@@ -76,10 +83,11 @@ class Cluster:
 
         """
         if ranks <= in_node:
-            return Channel(self.intra_rate, self.intra_latency_ms)
+            return Channel(self.intra_rate, self.intra_latency_ms, self.stolen_ns_per_byte)
         rate = min(self.intra_rate, self.inter_rate / rings) if in_node > 1 else self.inter_rate / rings
         crossing = 1 / in_node
-        return Channel(rate, crossing * self.inter_latency_ms + (1 - crossing) * self.intra_latency_ms)
+        latency_ms = crossing * self.inter_latency_ms + (1 - crossing) * self.intra_latency_ms
+        return Channel(rate, latency_ms, self.stolen_ns_per_byte)
 
     def all_to_all(self, ranks: int, in_node: int, groups: int = 1) -> Channel:
         """Return what messages of every rank to every other cost each of them: they share the node's border.
@@ -91,6 +99,7 @@ class Cluster:
 
         """
         if ranks <= in_node:
-            return Channel(self.intra_rate, self.intra_latency_ms)
+            return Channel(self.intra_rate, self.intra_latency_ms, self.stolen_ns_per_byte)
         outside = (ranks - in_node) / (ranks - 1)
-        return Channel(self.inter_rate / (groups * in_node * outside), self.inter_latency_ms)
+        rate = self.inter_rate / (groups * in_node * outside)
+        return Channel(rate, self.inter_latency_ms, self.stolen_ns_per_byte)

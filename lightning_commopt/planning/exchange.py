@@ -97,7 +97,7 @@ def bytes_per_element(model: Model, method: Compression) -> float | None:
 
 
 def codec_cost(method: Compression, cluster: Cluster) -> CodecCost:
-    """Return what a method would cost if it were as fast as a device's memory: an assumption, nothing measured.
+    """Return what a method costs: as measured, else as if it were as fast as a device's memory, an assumption.
 
     Each element is read with its residual, its new residual and its payload are written; a payload is read and added;
     and a bucket is packed and unpacked once.
@@ -109,6 +109,9 @@ def codec_cost(method: Compression, cluster: Cluster) -> CodecCost:
     """
     if isinstance(method, Uncompressed):
         return CodecCost()
+    measured = dict(cluster.codecs).get(method.name)
+    if measured is not None:
+        return measured
     payload = method.wire_bytes(2**20) / 2**20
     encoded, decoded = (12 if method.error_feedback else 4) + payload, 8 + payload
     extra = 0.0

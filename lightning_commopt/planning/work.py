@@ -54,7 +54,7 @@ class Work:
             whole_ms = training.compute_ms * self.samples / training.compute_samples
         forward_ms = whole_ms / 3 / layout.ranks_per_copy
         again_ms = forward_ms if training.checkpointing and training.compute_ms is None else 0.0
-        return ComputeProfile(forward_ms, 2 * forward_ms + again_ms, self.optimizer_ms)
+        return ComputeProfile(forward_ms, 2 * forward_ms + again_ms, self.optimizer_ms, contention=cluster.contention)
 
     @property
     def optimizer_ms(self) -> float:
