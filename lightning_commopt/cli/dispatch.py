@@ -12,7 +12,8 @@ from lightning_commopt.cli.output import Answer, print_answer, stdout_to_stderr
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "doctor": ("lightning_commopt.cli.doctor:doctor", "does everything work on these machines as promised?"),
+    "doctor": ("lightning_commopt.cli.doctor:doctor", "is everything all right with these machines, and my run?"),
+    "tune": ("lightning_commopt.cli.tune:tune", "which batch, accumulation, learning rate and method suit my run?"),
 }
 """Where each command is, as ``module:function``, and the question that it answers."""
 
