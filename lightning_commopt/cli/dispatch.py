@@ -13,6 +13,7 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("lightning_commopt.cli.report:report", "what did a run spend its time on, and how do several differ?"),
+    "doctor": ("lightning_commopt.cli.doctor:doctor", "does everything work on these machines as promised?"),
 }
 """Where each command is, as ``module:function``, and the question that it answers."""
 
