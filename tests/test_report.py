@@ -161,7 +161,8 @@ def test_the_run_beside_the_page_gives_the_same_page(reported: tuple[CommSummary
     assert content.measured == Measured(numels, 4 * sum(numels), pytest.approx(4.0))
     read, written = Page(render(content)), Page(path.read_text())
     assert read.tables == written.tables
-    assert read.texts == written.texts
+    for words in ("verdict", "advice", "explanation"):
+        assert read.texts[words] == written.texts[words]
 
 
 def test_a_run_alone_needs_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,6 +12,11 @@ from lightning_commopt.cli.output import Answer, print_answer, stdout_to_stderr
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": (
+        "lightning_commopt.cli.demo:demo",
+        "what does it save? A small model under DDP and under a strategy of ours",
+    ),
+    "probe": ("lightning_commopt.cli.probe:probe", "how fast are the links between my processes?"),
     "report": ("lightning_commopt.cli.report:report", "what did a run spend its time on, and how do several differ?"),
     "doctor": ("lightning_commopt.cli.doctor:doctor", "does everything work on these machines as promised?"),
 }

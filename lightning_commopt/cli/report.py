@@ -17,7 +17,7 @@ from lightning_commopt.callbacks.report import (
 from lightning_commopt.cli.errors import UsageError
 from lightning_commopt.cli.output import Answer, Table
 
-__all__ = ["report"]
+__all__ = ["report", "runs_table"]
 
 
 def report(runs: list[str], out: str = "commopt-report.html") -> Answer:
@@ -56,11 +56,12 @@ def report(runs: list[str], out: str = "commopt-report.html") -> Answer:
                 for (name, content), file in zip(named, files, strict=True)
             ],
         },
-        [_table(named), *verdicts, f"The page is {page.resolve()}"],
+        [runs_table(named), *verdicts, f"The page is {page.resolve()}"],
     )
 
 
-def _table(runs: list[NamedRun]) -> Table:
+def runs_table(runs: list[NamedRun]) -> Table:
+    """Lay out runs side by side, with factors of the first."""
     rows = compared(runs)
     columns = ["", *(run.name for run in runs)]
     return Table("CommMonitor", columns, [[row.label, *map(_cell, row.values, row.ratios)] for row in rows])

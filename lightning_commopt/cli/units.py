@@ -5,6 +5,7 @@ Powers of 1000 are ``k``, ``M``, ``G``, ``T``; powers of 1024 are ``Ki``, ``Mi``
 """
 
 import re
+from decimal import Decimal
 
 from lightning_commopt.cli.errors import UsageError
 
@@ -102,7 +103,8 @@ def show_count(number: float) -> str:
 
 
 def _scaled(number: str, prefix: str, binary: bool = False) -> float:
-    return float(number) * (1024.0 if binary else 1000.0) ** _POWERS[prefix.lower()]
+    """Return a number times what its prefix stands for, in decimal: 4.1 M are 4,100,000."""
+    return float(Decimal(number) * (1024 if binary else 1000) ** _POWERS[prefix.lower()])
 
 
 def _shown(value: float, unit: str, prefixes: tuple[str, ...]) -> str:

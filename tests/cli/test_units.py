@@ -30,7 +30,9 @@ def test_rates(text: str, rate: float) -> None:
     assert byte_rate(text) == rate
 
 
-@pytest.mark.parametrize(("text", "number"), [("1.3e9", 1_300_000_000), ("7B", 7e9), ("350M", 350e6), ("12", 12)])
+@pytest.mark.parametrize(
+    ("text", "number"), [("1.3e9", 1_300_000_000), ("7B", 7e9), ("350M", 350e6), ("4.1M", 4_100_000), ("12", 12)]
+)
 def test_counts(text: str, number: int) -> None:
     assert count(text) == number
 
