@@ -145,14 +145,13 @@ def _link_table(link: Link) -> Table:
 
 
 def _sentence(found: Outlook) -> str:
-    when = f"computes {found.from_ms:.3g} ms a step" if found.to_ms is None else ""
-    if found.to_ms is not None:
-        when = f"computes {found.from_ms:.3g} to {found.to_ms:.3g} ms a step"
-    what = "DDP's own reducer: nothing to win"
+    computes = (
+        f"{found.from_ms:.3g} ms a step" if found.to_ms is None else f"{found.from_ms:.3g} to {found.to_ms:.3g} ms"
+    )
+    what = "DDP's own reducer, since there is nothing to win"
     if found.method != "none":
         what = f"{found.method}, predicted {found.dense_ms / found.step_ms:.1f}x"
-    longer = " or longer" if found.to_ms is None and found.from_ms == 0 else ""
-    return f"  {when}{longer}: {what} (DDP {found.dense_ms:.4g} ms, chosen {found.step_ms:.4g} ms)"
+    return f"  where it computes {computes}: {what} (DDP {found.dense_ms:.4g} ms, chosen {found.step_ms:.4g} ms)"
 
 
 def _binary(nbytes: int) -> str:

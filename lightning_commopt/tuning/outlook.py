@@ -26,8 +26,8 @@ class Outlook:
     """What would be chosen over a range of models.
 
     Args:
-        from_ms: A step without exchange takes as long as this ...
-        to_ms: ... and less than this; None: or any longer.
+        from_ms: A step without exchange takes as long as this, or longer.
+        to_ms: But less than this; None: there is no end, or ``from_ms`` alone was asked for.
         method: What would be chosen then; ``"none"``: DDP's own reducer.
         dense_ms: A step under DDP's own reducer at the beginning of the range, predicted.
         step_ms: A step under the method there, predicted.

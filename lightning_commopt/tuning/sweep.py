@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,10 @@ from lightning_commopt.routes import ControlGroup
 from lightning_commopt.tuning.link_probe import wait_for_device
 
 __all__ = ["OPERATIONS", "Speed", "sweep"]
+
+# torch 2.13 has new names for both, and warns of the old ones.
+_all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _LOOPS = 3
 _LOOP_S = 0.08  # about how long a loop takes: a message that takes longer is sent once in it
@@ -64,12 +69,12 @@ def _all_reduce(group: dist.ProcessGroup, device: torch.device, numel: int) -> C
 
 def _all_gather(group: dist.ProcessGroup, device: torch.device, numel: int) -> Callable[[], object]:
     part, whole = torch.zeros(numel // dist.get_world_size(group), device=device), torch.zeros(numel, device=device)
-    return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+    return lambda: _all_gather_into(whole, part, group=group)
 
 
 def _reduce_scatter(group: dist.ProcessGroup, device: torch.device, numel: int) -> Callable[[], object]:
     part, whole = torch.zeros(numel // dist.get_world_size(group), device=device), torch.zeros(numel, device=device)
-    return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+    return lambda: _reduce_scatter_into(part, whole, group=group)
 
 
 def _send_receive(group: dist.ProcessGroup, device: torch.device, numel: int) -> Callable[[], object]:
