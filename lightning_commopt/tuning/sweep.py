@@ -84,7 +84,8 @@ def _send_receive(group: dist.ProcessGroup, device: torch.device, numel: int) ->
     sent, received = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
 
     def run() -> None:
-        pair = [dist.P2POp(dist.isend, sent, following, group), dist.P2POp(dist.irecv, received, before, group)]
+        # On gloo a message waits for its receiver: receiving first keeps both directions of a link busy.
+        pair = [dist.P2POp(dist.irecv, received, before, group), dist.P2POp(dist.isend, sent, following, group)]
         for work in dist.batch_isend_irecv(pair):
             work.wait()
 
