@@ -7,6 +7,7 @@ import re
 import shlex
 import types
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,7 @@ def test_commands_exist(page: str) -> None:
                 assert f'"{word.split("=")[0]}"' in source, f"{words}: {word}"
 
 
+@cache
 def known_options() -> set[str]:
     """Every keyword of what is public, of Lightning's Trainer, and of what they hand on."""
     ours = [value for value in NAMES.values() if isinstance(value, type) and not issubclass(value, Exception)]
@@ -184,15 +186,20 @@ def known_options() -> set[str]:
     return set().union(*options, inspect.signature(torch.utils.data.DataLoader).parameters)
 
 
+@cache
+def known_variables() -> set[str]:
+    """Environment variables that the package knows."""
+    sources = (path.read_text() for path in (ROOT / "lightning_commopt").rglob("*.py"))
+    return {name for source in sources for name in re.findall(r"\b[A-Z]{3,}_[A-Z_]+\b", source)}
+
+
 @pytest.mark.parametrize("page", TEXTS)
 def test_options_in_sentences_exist(page: str) -> None:
-    known, source = known_options(), (ROOT / "lightning_commopt").rglob("*.py")
-    variables = {name for path in source for name in re.findall(r"\b[A-Z]{3,}_[A-Z_]+\b", path.read_text())}
     for code in _INLINE.findall(TEXTS[page]):
         if option := re.match(r"([a-z]\w+)=(?=[\w\"'\[(-]|$)", code):
-            assert option[1] in known, code
+            assert option[1] in known_options(), code
         if variable := re.match(r"(COMMOPT_[A-Z_]+)", code):
-            assert variable[1] in variables, code
+            assert variable[1] in known_variables(), code
         if re.fullmatch(r'"?commopt_\w+"?', code):
             assert code.strip('"') in StrategyRegistry.available_strategies(), code
     for attribute in re.findall(r"trainer\.strategy\.(\w+)", TEXTS[page]):

@@ -1,4 +1,4 @@
-"""Turns what Sphinx would read in docstrings (roles, simple tables) into Markdown, for the API reference."""
+"""Turns what is Sphinx in docstrings (roles, simple tables, double colons) into Markdown, for the API reference."""
 
 import re
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from griffe import Extension, Object
 
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|exc):`(~?)([\w.]+)`")
+_LITERAL = re.compile(r"::$", re.MULTILINE)
 _RULE = re.compile(r"^\s*=+(?: +=+)+\s*$")
 
 
@@ -15,7 +16,7 @@ class MarkdownDocstrings(Extension):
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Rewrite the docstring of ``obj``, if it has one."""
         if obj.docstring is not None:
-            obj.docstring.value = _tables(_ROLE.sub(_reference, obj.docstring.value))
+            obj.docstring.value = _tables(_LITERAL.sub(":", _ROLE.sub(_reference, obj.docstring.value)))
 
 
 def _reference(role: re.Match[str]) -> str:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 BESIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/results/*.png", "examples/**/*.*")
 """What the site takes from outside ``docs/``."""
 
+_WHEN_THERE = re.compile(r"<!-- when there: (\S+) -->")
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 
 
@@ -45,7 +46,11 @@ def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: object) -> 
         place = place.removeprefix("docs/")
         return posixpath.relpath(place, folder or ".") if files.get_file_from_path(place) else link
 
-    return _LINK.sub(target, markdown)
+    def link(match: re.Match[str]) -> str:
+        there = files.get_file_from_path(posixpath.normpath(posixpath.join(folder, match[1])))
+        return f"[What every test found]({match[1]})." if there else ""
+
+    return _LINK.sub(target, _WHEN_THERE.sub(link, markdown))
 
 
 def _existing(nav: Any) -> Any:
