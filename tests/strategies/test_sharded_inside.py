@@ -165,7 +165,7 @@ class Odd(Regression):
         mesh, policy = self.device_mesh["shard"], MixedPrecisionPolicy()
         if self.how == "types":
             self.layers[5].bias.requires_grad_(False)
-            self.layers[5].bias.data = self.layers[5].bias.data.double()  # type: ignore[operator,union-attr]
+            self.layers[5].bias.data = self.layers[5].bias.data.double()
         if self.how == "halves":
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         fully_shard(self.layers, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
