@@ -82,8 +82,10 @@ class CommMonitor(Callback):
         every_n_steps: Optimizer steps between two logs. None: the Trainer's ``log_every_n_steps``.
         table: Whether rank 0 prints the table at the end.
         report: File that rank 0 writes at the end: one HTML page with what bounds the run, the split of its steps, a
-            time line of a few of them, bytes, error, loss and every number of :attr:`summary`. Needs
-            ``pip install 'lightning-commopt[report]'``. None: no report.
+            time line of a few of them, bytes, error, loss and every number of :attr:`summary`. Beside it comes the same
+            as JSON (``report.json`` beside ``report.html``), which ``commopt report`` and ``commopt plan`` read. The
+            page needs ``pip install 'lightning-commopt[report]'``; a name that ends in ``.json`` writes the JSON alone
+            and needs nothing. None: no report.
         exact: Time by hand: before every batch ranks wait for each other, and their devices are synchronised there,
             around backward and after the step, so that every piece of a step has its own time. Slower; without it
             nothing is waited for, and on a GPU the pieces are those of the host's queue.

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_commopt.selftest.engine import MANY_BUCKETS, ONE_BUCKET, SHAPES, Engine, engine, gradients_of
+from lightning_commopt.selftest.ledger import Ledger
 from lightning_commopt.strategies.regroup import regrouped
 from tests.laws import faults
-from tests.laws.engine import MANY_BUCKETS, ONE_BUCKET, SHAPES, Engine, engine, gradients_of
 from tests.laws.faults import planted
-from tests.laws.ledger import Ledger
 from tests.methods import Case, each_case_and_world, named_case
 from tests.pool import WorkerPool
 

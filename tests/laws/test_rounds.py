@@ -1,7 +1,7 @@
 """Law 4: one round for each synchronising backward, however many came before it."""
 
-from tests.laws.engine import engine, gradients_of
-from tests.laws.ledger import Ledger
+from lightning_commopt.selftest.engine import engine, gradients_of
+from lightning_commopt.selftest.ledger import Ledger
 from tests.methods import Case, each_case_and_world
 from tests.pool import WorkerPool
 
