@@ -123,5 +123,6 @@ def test_the_monitor_measures_the_exchange(ranks: list[Looked], stage: int) -> N
     metrics = summary.metrics()
     assert metrics["commopt/sent_mb_per_step"] == pytest.approx(stats.sent_bytes / STEPS / 1e6)
     assert 3 < metrics["commopt/compression_ratio"] < 4
+    assert 0.001 < metrics["commopt/compression_error"] < 0.03
     assert 0 < metrics["commopt/exposed_comm_ms"] < metrics["commopt/step_ms"]
     assert summary.replicas_equal is (True if stage < 3 else None)
