@@ -27,6 +27,8 @@ VAL_WINDOWS = 64
 
 # Lightning's own use of a deprecated PyTorch check; nothing that a script could change.
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+# DeepSpeed's own use of collectives that PyTorch has renamed.
+warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+` is deprecated")
 # A batch is a few slices of a tensor in memory: worker processes would only take cores from the training.
 warnings.filterwarnings("ignore", message=r"The '\w+_dataloader' does not have many workers")
 
