@@ -7,6 +7,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import override
@@ -34,6 +35,13 @@ class HybridMesh(ModelParallelStrategy):
     def _shard(self) -> None:
         """Shard the module, if it is not."""
         raise NotImplementedError
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._launcher is None:  # torchrun starts the processes; ours are guarded by their launcher all the same
+            assert self.cluster_environment is not None
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @property
     @override

@@ -4,15 +4,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn import Parameter
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commopt.compression import Compression
 from lightning_commopt.compression.pending import Parts
-from lightning_commopt.routes import GradientPath
+from lightning_commopt.routes import ControlGroup, GradientPath
 from lightning_commopt.sharded.inside import SCATTER_STATE, InsideNode
 from lightning_commopt.sharded.parameters import ShardedParameter, ShardGroup, ShardGroups
 
@@ -140,6 +142,17 @@ class ShardedPath(GradientPath):
             self._deferred_rounds = 0
             self.inside.number_gathers(self.rounds)
         self.inside.finish_round()
+
+    def somewhere_nonfinite(self, control: ControlGroup) -> bool:
+        """Whether some gradient was not finite in the last round, of whichever shard. A collective."""
+        count = torch.tensor([len(self.nonfinite_parameters())])
+        control.all_reduce(count)
+        return bool(count.item())
+
+    def names_of(self, optimizer: Optimizer) -> frozenset[str]:
+        """Return the names of an optimizer's parameters."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return frozenset(name for name, p in self.groups.parameters.items() if id(p.tensor) in own)
 
     @override
     def step_done(self, applied: bool | Tensor, names: frozenset[str] | None = None) -> None:

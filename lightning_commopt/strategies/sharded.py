@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -20,10 +19,10 @@ from lightning_commopt.compression import Compression, Uncompressed, method_name
 from lightning_commopt.failure import FailTogether
 from lightning_commopt.measure import CommStats
 from lightning_commopt.routes import Hierarchy, discover
-from lightning_commopt.sharded import HybridMesh, InsideNode, ShardedPath, ShardGroups, Wrap, shard_automatically
+from lightning_commopt.sharded import HybridMesh, InsideNode, ShardedPath, ShardGroups, Wrap
 from lightning_commopt.sharded.codecs import GATHER, SCATTER, check_inside, codec_inside
-from lightning_commopt.sharded.parameters import begin_alike, reduce_unused, sharded_modules
-from lightning_commopt.sharded.wrap import announce_backward, gather_again, sharded_by_us
+from lightning_commopt.sharded.parameters import begin_alike, reduce_unused
+from lightning_commopt.sharded.wrap import announce_backward, gather_again, shard_unless_sharded, sharded_by_us
 from lightning_commopt.strategies.applied_steps import AppliedSteps
 from lightning_commopt.strategies.elastic import join_restarted
 from lightning_commopt.strategies.nccl import NcclOptions, nccl_variables, set_nccl_variables
@@ -182,10 +181,7 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
     def _shard(self) -> None:
         module = self.lightning_module
         assert module is not None
-        if not sharded_modules(module):
-            shard_automatically(module, self.shard_mesh, self.wrap, self.precision_plugin.precision)
-        elif self.wrap is not None and not sharded_by_us(module):
-            raise ValueError("`wrap` has no effect, since `configure_model` shards the module: leave one of them out.")
+        shard_unless_sharded(module, self.shard_mesh, self.wrap, self.precision_plugin.precision)
 
     def _make_path(self, module: "pl.LightningModule", shards: ShardGroups) -> None:
         """Let the gradients of each group of FSDP2 take our path, where there is one to take."""
@@ -249,15 +245,9 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         loss = super().backward(loss, optimizer, *args, **kwargs)
         path.finish_backward()
         checks = not path.deferred and self._steps is None and self.nonfinite == "error"
-        if checks and self._somewhere_nonfinite(path):
+        if checks and path.somewhere_nonfinite(self._control):
             raise_named(path, self._control)
         return loss
-
-    def _somewhere_nonfinite(self, path: ShardedPath) -> bool:
-        """Whether some gradient was not finite in the last round, of whichever shard."""
-        count = torch.tensor([len(path.nonfinite_parameters())])
-        self._control.all_reduce(count)
-        return bool(count.item())
 
     @override
     def optimizer_step(
@@ -284,14 +274,14 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         path = self._path
         if path is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        names = self._parameters_of(optimizer)
+        names = None if len(self.optimizers) == 1 else path.names_of(optimizer)
         why_skip = partial(self._why_skip, path) if self._steps is None and self.nonfinite == "skip" else None
         step = partial(super().optimizer_step, model=model, **kwargs)
         return told_step(step, optimizer, closure, path, names, scaled=self._steps, why_skip=why_skip)
 
     def _why_skip(self, path: ShardedPath) -> str:
         """Return why a step is skipped; empty where it is not."""
-        bad = self._somewhere_nonfinite(path)
+        bad = path.somewhere_nonfinite(self._control)
         return "A gradient is not finite: this optimizer step is skipped on all ranks." if bad else ""
 
     @property
@@ -300,14 +290,6 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         module = self.lightning_module
         assert module is not None
         return not module.automatic_optimization and sharded_by_us(module)
-
-    def _parameters_of(self, optimizer: Optimizer) -> frozenset[str] | None:
-        """Names of an optimizer's parameters, None when it is the only one."""
-        if len(self.optimizers) == 1:
-            return None
-        assert self._path is not None
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return frozenset(name for name, p in self._path.groups.parameters.items() if id(p.tensor) in own)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

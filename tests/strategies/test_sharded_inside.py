@@ -1,5 +1,6 @@
 """Codecs inside a node: nothing is lost, parameters keep their bits, what cannot be encoded is refused."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,12 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_commopt import CommStats, Int8
-from tests.pool import WorkerFailure, WorkerPool
+from tests.pool import WorkerFailure, WorkerPool, trainer
 from tests.strategies.chosen import SHAPES, Chosen, mean_gradient, total
 from tests.strategies.sharded_toy import fit_sharded, sharded
 from tests.strategies.test_conserved import TwoPasses
-from tests.strategies.toy import Regression, batches, state_of
+from tests.strategies.test_sharded import Logging
+from tests.strategies.toy import Regression, batches, fresh_loop, loader, state_of
 
 NODES: dict[str, Any] = {"nodes": 2, "timeout": 60.0}
 STEPS = 6
@@ -149,6 +151,35 @@ def test_codecs_work_without_a_second_node(pool: WorkerPool) -> None:
         assert not rank.state.get("first")
 
 
+# ---- evaluation -----------------------------------------------------------------------------------------------------
+
+
+def evaluate() -> tuple[float, float, list[CommStats]]:
+    """The loss of the validation in a fit, that of one after it, and statistics after each, and after a second fit."""
+    data, model = batches(3), Logging()
+    strategy = sharded("int8", shard_gather="int8", shard_scatter="int8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fitter = trainer(4, strategy, max_epochs=1, use_distributed_sampler=False, num_nodes=2)
+        fitter.fit(model, loader(data), loader(data))
+        during, stats = float(fitter.callback_metrics["val_loss"]), [strategy.comm_stats()]
+        fitter.validate(model, loader(data), verbose=False)
+        after = float(fitter.callback_metrics["val_loss"])
+        stats.append(strategy.comm_stats())
+        fitter.fit_loop = fresh_loop(fitter)
+        fitter.fit(model, loader(data), loader(data))
+        stats.append(strategy.comm_stats())
+    return during, after, stats
+
+
+def test_evaluation_computes_with_what_training_does(pool: WorkerPool) -> None:
+    for during, after, stats in pool.run(evaluate, 4, **NODES):
+        assert after == during
+        assert stats[1] == stats[0], "an evaluation after the fit leaves its statistics alone"
+        assert stats[2].promised == stats[0].promised
+        assert stats[2].sent_bytes == stats[2].promised.total
+
+
 # ---- what cannot be encoded -----------------------------------------------------------------------------------------
 
 
@@ -165,7 +196,7 @@ class Odd(Regression):
         mesh, policy = self.device_mesh["shard"], MixedPrecisionPolicy()
         if self.how == "types":
             self.layers[5].bias.requires_grad_(False)
-            self.layers[5].bias.data = self.layers[5].bias.data.double()  # type: ignore[operator,union-attr]
+            self.layers[5].bias.data = self.layers[5].bias.data.double()
         if self.how == "halves":
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         fully_shard(self.layers, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
