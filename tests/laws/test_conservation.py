@@ -189,13 +189,13 @@ def test_a_lost_element_is_seen(pool: WorkerPool, device: str) -> None:
     assert "one_bucket" in wrong
 
 
-@each_case_and_world()
+@each_case_and_world(worlds=(2, 3))  # four ranks follow below, and under hierarchies
 def test_nothing_is_lost(pool: WorkerPool, case: Case, world: int, device: str) -> None:
     by_rank = pool.run(imbalances, world, case, device)
     assert not unbalanced(by_rank)
 
 
-WORLD_CHANGES = ((2, 4), (4, 2), (3, 2), (3, 4), (2, 3), (4, 4))
+WORLD_CHANGES = ((2, 4), (4, 2), (3, 2), (3, 4))
 
 
 def changes(case: Case, device: str) -> dict[str, float]:
