@@ -42,6 +42,8 @@ from lightning_commopt.measure import Span, aligned
 from lightning_commopt.tuning import Channel, CodecCost, ComputeProfile, Link
 from tests.pool import WorkerPool, trainer
 
+pytestmark = pytest.mark.runs("callbacks", "CommMonitor, report")
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 

@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable
+from keyword import iskeyword
 from typing import Any, get_type_hints
 
 import docstring_parser
@@ -18,10 +19,10 @@ class _Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
 
 
 class _Parser(ArgumentParser):
-    """Words are joined by hyphens, and a bool that is false by default is a flag."""
+    """Words are joined by hyphens, a bool that is false by default is a flag, and ``from_`` is ``--from``."""
 
     def add_argument(self, *names: Any, **options: Any) -> Any:
-        names = tuple(name.replace("_", "-") if str(name).startswith("--") else name for name in names)
+        names = tuple(name.rstrip("_").replace("_", "-") if str(name).startswith("--") else name for name in names)
         if options.get("type") is bool and options.get("default") is False:
             del options["type"]
             options["action"] = "store_true"
@@ -52,7 +53,8 @@ def parse(name: str, command: Callable[..., object], words: list[str]) -> dict[s
             parser.add_argument(argument.arg_name, type=str, nargs="+", help=argument.description)
     parser.add_argument("--json", type=bool, default=False, help="Print one JSON object, and nothing else.")
     try:
-        return dict(vars(parser.parse_args(words)))
+        found = vars(parser.parse_args(words))
+        return {f"{key}_" if iskeyword(key) else key: value for key, value in found.items()}
     except ArgumentError as error:
         raise UsageError(f"{_sentence(error)} See `{name} --help`.") from None
     except SystemExit:
