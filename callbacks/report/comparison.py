@@ -77,7 +77,7 @@ def compared(runs: Sequence[NamedRun]) -> list[ComparedRow]:
 
 def render_comparison(runs: Sequence[NamedRun]) -> str:
     """Return a page that puts runs side by side; the first is what the others are compared with."""
-    return (
+    page: str = (
         environment_of_templates()
         .get_template("comparison.html")
         .render(
@@ -88,6 +88,7 @@ def render_comparison(runs: Sequence[NamedRun]) -> str:
             differing=_differing([dict(run.content.environment) for run in runs]),
         )
     )
+    return page
 
 
 def _ratio(value: Any, first: Any) -> float | None:

@@ -54,7 +54,7 @@ def write(path: Path, content: ReportContent) -> None:
 def render(content: ReportContent) -> str:
     """Return the page as HTML."""
     summary, recorded = content.summary, content.recorded
-    return (
+    page: str = (
         environment_of_templates()
         .get_template("page.html")
         .render(
@@ -74,6 +74,7 @@ def render(content: ReportContent) -> str:
             charts=_charts(content),
         )
     )
+    return page
 
 
 def environment_of_templates() -> Any:
