@@ -24,7 +24,12 @@ from lightning_commopt.cli import COMMANDS
 from lightning_commopt.compression import METHODS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
 
 NAMES: dict[str, Any] = {"L": L, "Trainer": L.Trainer, "torch": torch, "DDPStrategy": DDPStrategy} | {
