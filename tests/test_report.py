@@ -42,6 +42,8 @@ from lightning_commopt.measure import Span, aligned
 from lightning_commopt.tuning import Channel, CodecCost, ComputeProfile, Link
 from tests.pool import WorkerPool, trainer
 
+pytestmark = pytest.mark.runs("callbacks", "CommMonitor, report")
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -158,7 +160,8 @@ def test_the_run_beside_the_page_gives_the_same_page(reported: tuple[CommSummary
     content = read_run(path.with_suffix(".json"))
     assert content.summary == summary
     numels = (32 * 64, 64, 64, 64, 64 * 32, 32)
-    assert content.measured == Measured(numels, 4 * sum(numels), pytest.approx(4.0))
+    assert content.measured == Measured(numels, 4 * sum(numels), content.measured.samples)
+    assert content.measured.samples == pytest.approx(4.0)
     read, written = Page(render(content)), Page(path.read_text())
     assert read.tables == written.tables
     for words in ("verdict", "advice", "explanation"):

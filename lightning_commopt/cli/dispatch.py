@@ -19,6 +19,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("lightning_commopt.cli.plan:plan", "how should this model be trained on this cluster?"),
     "probe": ("lightning_commopt.cli.probe:probe", "how fast are the links between my processes?"),
     "report": ("lightning_commopt.cli.report:report", "what did a run spend its time on, and how do several differ?"),
+    "doctor": ("lightning_commopt.cli.doctor:doctor", "is everything all right with these machines, and my run?"),
+    "tune": ("lightning_commopt.cli.tune:tune", "which batch, accumulation, learning rate and method suit my run?"),
 }
 """Where each command is, as ``module:function``, and the question that it answers."""
 

@@ -46,7 +46,7 @@ def parse(name: str, command: Callable[..., object], words: list[str]) -> dict[s
 
     """
     parser = _Parser(prog=name, description=_description(command), formatter_class=_Formatter, exit_on_error=False)
-    several = {name for name, kind in get_type_hints(command).items() if kind == list[str]}
+    several: set[str | int] = {name for name, kind in get_type_hints(command).items() if kind == list[str]}
     parser.add_function_arguments(command, as_group=False, as_positional=True, skip=several)
     for argument in docstring_parser.parse(command.__doc__ or "").params:
         if argument.arg_name in several:

@@ -1,8 +1,9 @@
 """What every command has in common: help, errors, exit codes, tables and JSON."""
 
+import importlib
+import inspect
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from lightning_commopt.cli.errors import UsageError
 from lightning_commopt.cli.output import Answer, Table
 
 pytest.importorskip("jsonargparse")
+import docstring_parser  # comes with jsonargparse
 
 
 def greet(who: str, most_times: int = 1, loud: bool = False, names: Sequence[str] = ()) -> Answer:
@@ -96,16 +98,24 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(
     assert error.count("\n") == 1
 
 
-def test_without_jsonargparse_it_says_what_to_install() -> None:
-    code = (
-        "import sys; sys.modules['jsonargparse'] = None\n"
-        "from lightning_commopt.cli import COMMANDS, main\n"
-        "COMMANDS['greet'] = ('nowhere:greet', '')\n"
-        "sys.exit(main(['greet']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "pip install 'jsonargparse[signatures]'" in done.stderr
+def test_without_jsonargparse_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "lightning_commopt.cli.parser", raising=False)
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    assert main(["greet", "you"]) == 2
+    assert "pip install 'jsonargparse[signatures]'" in capsys.readouterr().err
+
+
+def test_every_command_has_help_for_each_option(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, (target, _) in COMMANDS.items():
+        module, function = target.split(":")
+        command = getattr(importlib.import_module(module), function)
+        told = {argument.arg_name: argument.description for argument in docstring_parser.parse(command.__doc__).params}
+        assert list(told) == list(inspect.signature(command).parameters), name
+        assert f"commopt {name}" in command.__doc__, "an example"
+        assert main([name, "--help"]) == 0
+        assert "  --json" in capsys.readouterr().out
 
 
 def test_plain_table_aligns_numbers_to_the_right() -> None:

@@ -17,6 +17,8 @@ from lightning_commopt.pipeline.deferred_linear import DeferredWeights, linear
 from lightning_commopt.pipeline.tensor_parallel import PLANS, Column, Row, Split, TensorParallel, TensorParallelPlan
 from tests.pool import WorkerFailure, WorkerPool
 
+pytestmark = pytest.mark.runs("commopt_pipeline", "with tensor parallel")
+
 VOCABULARY = 64
 
 

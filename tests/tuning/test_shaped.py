@@ -9,6 +9,8 @@ from benchmarks.links.rank import Task
 from lightning_commopt.demo.network import Network, why_not
 from lightning_commopt.tuning import Decision
 
+pytestmark = pytest.mark.runs("commopt", "auto")
+
 REASON = why_not()
 
 
