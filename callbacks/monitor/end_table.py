@@ -24,6 +24,9 @@ def title(summary: CommSummary) -> str:
     """Say what was averaged."""
     if not summary.measured_steps:
         return "CommMonitor"
+    if summary.left_out_steps:
+        recorded = f"{summary.left_out_steps} recorded ones left out"
+        return f"CommMonitor: averages over {summary.measured_steps} of {summary.steps} steps, {recorded}"
     return f"CommMonitor: averages over the last {summary.measured_steps} of {summary.steps} steps"
 
 

@@ -133,10 +133,10 @@ class ResidualCheckpoint:
             f"{control.world} rank(s) under {self.signature}; their mean is kept."
         )
 
-    def forget(self) -> None:
-        """Say that remembered residuals are not used, since the run has no gradient path."""
+    def forget(self, reason: str = "no method is active") -> None:
+        """Say that remembered residuals are not used, and why the run has no gradient path."""
         if self._loaded is not None:
-            _say_dropped(self._loaded[1], "no method is active")
+            _say_dropped(self._loaded[1], reason)
         self._loaded = None
 
     def _read(
