@@ -63,6 +63,7 @@ def start(command: list[str], stage: int, folder: Path) -> "subprocess.Popen[str
 
 
 @pytest.mark.timeout(2 * LIMIT)
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint")
 def test_launches_end_to_end(tmp_path: Path) -> None:
     """Both launchers at once. One is at stage 2, the other at stage 3."""
     launches = {"torchrun": (TORCHRUN, 2), "lightning": ([sys.executable], 3)}
