@@ -45,8 +45,10 @@ class Row:
         distance: Of its parameters from DDP's, relative.
         loss: Mean over ranks and the last 20 steps.
         ddp_loss: The same under DDP.
-        mb_per_step: Megabytes (1e6) of gradients that a rank sends in a step.
+        mb_per_step: Megabytes (1e6) of gradients that a rank sends in a step, between nodes where there are some.
         ratio: Bytes that are sent without compression, over those sent.
+        inside_mb_per_step: Megabytes (1e6) of gradients and parameters that a rank sends inside its node in a step,
+            where they are counted apart.
 
     """
 
@@ -57,6 +59,7 @@ class Row:
     ddp_loss: float
     mb_per_step: float
     ratio: float | None
+    inside_mb_per_step: float | None = None
 
 
 Cases = Iterator[tuple[str, Callable[[], Strategy]]]
@@ -73,10 +76,28 @@ def deepspeed_cases() -> Cases:
             yield f"stage {stage}, {method}", partial(CommOptDeepSpeedStrategy, stage, method, **options)
 
 
+INSIDE: list[tuple[str, str | None, str | None]] = [
+    ("none", "bf16", None),
+    ("none", "int8", None),
+    ("none", None, "bf16"),
+    ("none", None, "int8"),
+    ("none", None, "int4"),
+    ("none", "int8", "int8"),
+    ("bf16", "bf16", "bf16"),
+    ("int8", "int8", "int8"),
+]
+"""Method between nodes, codec of parameters and codec of gradients inside them."""
+
+
 def sharded_cases() -> Cases:
-    """Every method between two nodes of two ranks."""
-    for method in METHODS:
-        yield method, partial(CommOptShardedStrategy, method, wrap=2000, hierarchy=2, **at_once(method))
+    """Every method between two nodes of two ranks, and codecs inside them."""
+    make = partial(CommOptShardedStrategy, wrap=2000, hierarchy=2)
+    for method in (*METHODS, "topk", "powersgd"):
+        yield method, partial(make, method, **at_once(method))
+    for method, gather, scatter in INSIDE:
+        inside = [f"{what} {codec}" for what, codec in (("parameters", gather), ("gradients", scatter)) if codec]
+        codecs = {"shard_gather": gather, "shard_scatter": scatter}
+        yield f"{method}; inside nodes {', '.join(inside)}", partial(make, method, **codecs, **at_once(method))
 
 
 def at_once(method: str) -> dict[str, Any]:
@@ -163,7 +184,9 @@ def work(family: str) -> None:
         dist.all_reduce(losses)
         loss, ddp_loss = (losses / dist.get_world_size()).tolist()
         distance = float((model.whole - reference.whole).norm() / reference.whole.norm())
-        row = Row(family, case, distance, loss, ddp_loss, stats.sent_bytes / STEPS / 1e6, stats.compression_ratio)
+        inside = stats.promised.inside_node / STEPS / 1e6
+        between = stats.sent_bytes / STEPS / 1e6 - inside
+        row = Row(family, case, distance, loss, ddp_loss, between, stats.compression_ratio, inside or None)
         if dist.get_rank() == 0:
             print(json.dumps(asdict(row)), flush=True)
 
@@ -184,11 +207,16 @@ def measure(family: str) -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     """Lay rows out in Markdown."""
-    lines = ["| strategy | case | distance from DDP | loss (DDP's) | MB a step | ratio |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| strategy | case | distance from DDP | loss (DDP's) | MB a step | ratio | MB inside nodes |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        inside = "" if row.inside_mb_per_step is None else f"{row.inside_mb_per_step:.4f}"
         losses = f"{row.loss:.4f} ({row.ddp_loss:.4f})"
-        lines.append(f"| {row.family} | {row.case} | {row.distance:.2g} | {losses} | {row.mb_per_step:.4f} | {ratio} |")
+        what = f"| {row.family} | {row.case} | {row.distance:.2g} | {losses} "
+        lines.append(f"{what}| {row.mb_per_step:.4f} | {ratio} | {inside} |")
     return "\n".join(lines)
 
 

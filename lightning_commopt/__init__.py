@@ -1,7 +1,10 @@
 """Communication-optimised distributed training for PyTorch Lightning.
 
 Importing the package makes its names known to ``lightning.pytorch.Trainer(strategy="commopt")``.
+``RayCommOptStrategy`` and ``RayCommOptDeepSpeedStrategy`` are there too, and import Ray when they are asked for.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from lightning_commopt.__about__ import __version__
 from lightning_commopt.compression import BF16, FP16, Compression, Int4, Int8, OneBit, PowerSGD, TopK, Uncompressed
@@ -15,6 +18,10 @@ from lightning_commopt.strategies import (
     register,
 )
 from lightning_commopt.tuning import AutoPolicy
+
+if TYPE_CHECKING:
+    from lightning_commopt.strategies.ray import RayCommOptDeepSpeedStrategy as RayCommOptDeepSpeedStrategy
+    from lightning_commopt.strategies.ray import RayCommOptStrategy as RayCommOptStrategy
 
 register()
 
@@ -37,3 +44,11 @@ __all__ = [
     "Uncompressed",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("RayCommOptStrategy", "RayCommOptDeepSpeedStrategy"):
+        from lightning_commopt.strategies import ray
+
+        return getattr(ray, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,13 @@
 """Options and fixtures for all tests."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
 from tests.pool import WorkerPool
+from tests.runs.recorder import Recorder
 
 hypothesis.settings.register_profile("lightning_commopt", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("lightning_commopt")
@@ -16,6 +18,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("lightning_commopt")
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="device of the law tests")
     group.addoption("--backend", default="gloo", help="backend of the pool's default process group")
+    group.addoption("--what-runs-where", metavar="FILE", type=Path, help="write a table of strategies and features")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Know the marker of the rows of that table, and write it."""
+    config.addinivalue_line("markers", "runs(strategy, feature, **values): a row of `--what-runs-where` (tests/runs)")
+    if (path := config.getoption("--what-runs-where")) is not None:
+        config.pluginmanager.register(Recorder(config, path), "recorder")
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,8 @@ from lightning_commopt.callbacks import LinearLRScaling
 from lightning_commopt.callbacks.lr_scaling.step_verdict import StepVerdict
 from tests.lr_toy import BASE, Fit, Saved, Toy, Vectors, fit, fit_with, loader, make_trainer, scaled_fp16
 
+pytestmark = pytest.mark.runs("callbacks", "LinearLRScaling")
+
 WARM_UP = 5
 
 

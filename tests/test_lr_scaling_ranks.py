@@ -14,6 +14,8 @@ from lightning_commopt.callbacks import LinearLRScaling
 from tests.lr_toy import BASE, Fit, Saved, Toy, fit, loader, scaled_fp16
 from tests.pool import WorkerPool
 
+pytestmark = pytest.mark.runs("callbacks", "LinearLRScaling")
+
 STEPS = 14
 WARM_UP = 10
 SAVED_AT = 5

@@ -25,6 +25,8 @@ from lightning_commopt.routes import ControlGroup
 from lightning_commopt.routes.transport import Travelling
 from tests.pool import WorkerFailure, WorkerPool, trainer
 
+pytestmark = pytest.mark.runs("callbacks", "CommMonitor")
+
 KEYS = {
     "commopt/samples_per_s",
     "commopt/samples_per_s_per_rank",

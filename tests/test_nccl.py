@@ -22,6 +22,8 @@ from lightning_commopt.strategies.nccl import (
 )
 from lightning_commopt.strategies.preflight import fingerprint
 
+pytestmark = pytest.mark.runs("commopt", "NCCL variables")
+
 
 @pytest.mark.parametrize(
     ("options", "variables"),

@@ -20,6 +20,8 @@ from lightning_commopt.callbacks import CommProfiler, TraceTimes
 from lightning_commopt.callbacks.profiler.trace import times_of
 from tests.pool import WorkerPool, trainer
 
+pytestmark = pytest.mark.runs("callbacks", "CommProfiler")
+
 
 class Net(LightningModule):
     """Several layers, so that buckets can overlap; one rank may sleep, one batch may fail."""

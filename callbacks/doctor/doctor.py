@@ -223,7 +223,11 @@ class DistributedDoctor(Callback):
         self.findings.sort(key=lambda finding: [check.name for check in CHECKS].index(finding.check))
         if self._run.trainer.is_global_zero:
             world = self._run.world
-            print(report(self.findings, f"{when} on {world} rank{'s' * (world > 1)}"))
+            self._show(f"{when} on {world} rank{'s' * (world > 1)}")
+
+    def _show(self, when: str) -> None:
+        """Print everything, on rank 0."""
+        print(report(self.findings, when))
 
     def _drop(self) -> None:
         """Leave no trace."""

@@ -152,7 +152,7 @@ class CommOptSource(StrategySource):
 
 
 class ShardedSource(StrategySource):
-    """Our path between replicas of a sharded model. What FSDP2 sends inside a node is not counted."""
+    """Our path between replicas of a sharded model. What travels inside a node is counted, and not timed."""
 
     _strategy: CommOptShardedStrategy
 

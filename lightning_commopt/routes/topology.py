@@ -3,6 +3,7 @@
 import os
 import socket
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -93,8 +94,14 @@ def _shaped(nodes: int, size: int) -> Topology:
 
 
 def node_name() -> str:
-    """Return what the launcher calls this node, else its host name and boot id."""
-    if "GROUP_RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
-        return f"group {os.environ['GROUP_RANK']}"
+    """Return the number that the launcher gives this node, if it does, with host name and boot id."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    return f"{_number_of_node(os.environ)} {host}"
+
+
+def _number_of_node(environment: Mapping[str, str]) -> str:
+    """Return it as torchrun, Ray Train or SLURM tell; empty for `mpirun` and others, where the host name decides."""
+    if "LOCAL_WORLD_SIZE" in environment:  # of torchrun or Ray, and not of a Lightning that starts processes itself
+        return environment.get("GROUP_RANK", environment.get("NODE_RANK", ""))
+    return environment.get("SLURM_NODEID", "")

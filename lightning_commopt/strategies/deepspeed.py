@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_commopt.compression import Compression, Uncompressed
 from lightning_commopt.failure import FailTogether
 from lightning_commopt.measure import CommStats
+from lightning_commopt.strategies.backends import check_backend
 from lightning_commopt.strategies.other_lightning import import_hint
 from lightning_commopt.zero.any_device import AnyDeviceDeepSpeed
 from lightning_commopt.zero.backend import GradientBackend
@@ -130,6 +131,7 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         """
         assert self.config is not None
         precision = str(self.precision_plugin.precision)
+        check_backend(self._process_group_backend, self.root_device.type)
         check_device(self.config, self.root_device.type, self.zero_plus_plus)
         check_precision(precision, self.root_device.type, self.compression)
         if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:

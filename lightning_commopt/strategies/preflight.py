@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, get_args
 
 import lightning
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import LBFGS
 
 from lightning_commopt.__about__ import __version__
 from lightning_commopt.compression import Uncompressed
+from lightning_commopt.strategies.backends import OWN_BACKEND, check_backend
 from lightning_commopt.strategies.nccl import same_on_all_ranks
 from lightning_commopt.strategies.nonfinite import Nonfinite
 
@@ -83,10 +83,7 @@ def check_options(strategy: "CommOptStrategy", start_step: int | None, nonfinite
             f"`nonfinite={nonfinite!r}` cannot be honoured by method `{name}`, which leaves gradients to DDP's own "
             "reducer: choose a compression method, or use `Trainer(detect_anomaly=True)`."
         )
-    if strategy._process_group_backend == "mpi" and not dist.is_mpi_available():
-        raise ValueError(
-            "`process_group_backend='mpi'`: this build of torch has no MPI. Leave it out for nccl or gloo."
-        )
+    check_backend(strategy._process_group_backend)
     _check_hierarchy(strategy, name)
     if not plain:
         refuse_ddp_options(strategy, name)
@@ -168,7 +165,8 @@ def check_devices(strategy: "CommOptStrategy | CommOptShardedStrategy") -> None:
         raise ValueError("MPS devices have no process group backend: use `Trainer(accelerator='cpu')` or CUDA devices.")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"Strategy `commopt` runs on CPU and CUDA devices, not on {device}.")
-    expected = "nccl" if device == "cuda" else "gloo"
+    check_backend(backend, device)
+    expected = OWN_BACKEND[device]
     if backend not in (None, expected) and not isinstance(strategy.compression, Uncompressed):
         raise ValueError(
             f"`process_group_backend={backend!r}` with method `{strategy.compression.name}` on {device}: compressed "

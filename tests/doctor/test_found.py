@@ -16,6 +16,8 @@ from lightning_commopt.callbacks import DistributedDoctor, Finding
 from tests.doctor.toy import Net, Samples, answers, data, examine, found, seed_streams
 from tests.pool import WorkerPool
 
+pytestmark = pytest.mark.runs("callbacks", "DistributedDoctor")
+
 
 def doctor(**options: Any) -> DistributedDoctor:
     """Quick: no test of the links."""

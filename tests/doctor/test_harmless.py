@@ -18,6 +18,8 @@ from lightning_commopt.callbacks.doctor.loss import LossCheck
 from tests.doctor.toy import Examined, Net, answers, data, examine, found, seed_streams
 from tests.pool import WorkerPool, trainer
 
+pytestmark = pytest.mark.runs("callbacks", "DistributedDoctor")
+
 NAMES = [check.name for check in CHECKS]
 
 

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from lightning_commopt.callbacks.doctor.content import data_digest, sample_hashes
@@ -11,6 +12,8 @@ from lightning_commopt.callbacks.doctor.finding import Finding
 from lightning_commopt.callbacks.doctor.nccl_log import log_lines, transports
 from lightning_commopt.callbacks.doctor.table import report
 from tests.doctor.toy import Samples
+
+pytestmark = pytest.mark.runs("callbacks", "DistributedDoctor")
 
 NCCL_LOG = """\
 node:11:22 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>

@@ -34,7 +34,7 @@ class Plan:
 
     Args:
         folder: For what ranks leave.
-        launch: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"torchrun"``.
+        launch: ``"popen"``, ``"spawn"``, ``"fork"``, ``"torchrun"`` or ``"mpirun"``.
         fault: Its name; see :class:`Faulty`.
         rank: Where it happens.
         ranks: World size.

@@ -26,6 +26,8 @@ from lightning_commopt.failure.watch import Limits
 from tests.pool import WorkerFailure, WorkerPool, trainer
 from tests.strategies.toy import Batch, Regression, batches, fit, fresh_loop, loader
 
+pytestmark = pytest.mark.runs("commopt", "failing together")
+
 QUICK = Limits(beat_s=0.1)
 STEP = 2
 

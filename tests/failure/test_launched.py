@@ -11,20 +11,23 @@ import pytest
 
 from tests.failure.launch import LIMIT_S, Launch, Outcome, last_checkpoint_loads
 
+pytestmark = pytest.mark.runs("commopt", "failing together")
+
 BOUND_S = 45.0
 """From the fault until the last process is gone; generous, since launches share the cores of the test machine."""
 
 FAULTS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "popen-kill": ("popen", "kill", {"compression": "none"}, "in backward of step 5, ended without a word"),
-    "popen-stop-rank-0": ("popen", "stop", {"rank": 0}, "in backward of step 5, was stopped (SIGSTOP"),
+    "popen-stop-rank-0": ("popen", "stop", {"rank": 0, "ranks": 2}, "in backward of step 5, was stopped (SIGSTOP"),
     "popen-raise": (
         "popen",
         "raise",
-        {"callback": "on_exception"},
+        {"callback": "on_exception", "ranks": 2},
         "in training_step of step 5, raised ValueError: ",
     ),
-    "spawn-kill": ("spawn", "kill", {}, "in backward of step 5, ended without a word"),
-    "torchrun-stop": ("torchrun", "stop", {}, "in backward of step 5, was stopped (SIGSTOP"),
+    "spawn-kill": ("spawn", "kill", {"ranks": 2}, "in backward of step 5, ended without a word"),
+    "torchrun-stop": ("torchrun", "stop", {"ranks": 2}, "in backward of step 5, was stopped (SIGSTOP"),
+    "mpirun-raise": ("mpirun", "raise", {"ranks": 2}, "in training_step of step 5, raised ValueError: "),
 }
 AT_ONCE = 3
 
@@ -60,7 +63,7 @@ def test_all_end_with_one_message(outcomes: dict[str, Outcome], name: str) -> No
     assert outcome.seconds < BOUND_S
     assert outcome.code != 0
     survivors = {r: kind for r, (kind, _) in outcome.ends.items() if r != rank}
-    assert survivors == {r: "RankFailure" for r in range(3) if r != rank}, outcome.output
+    assert survivors == {r: "RankFailure" for r in range(options.get("ranks", 3)) if r != rank}, outcome.output
     assert list(outcome.messages) == outcome.said, outcome.output
     assert outcome.said[0].startswith(f"rank {rank}, {words}")
     if fault == "raise":

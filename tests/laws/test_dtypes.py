@@ -1,13 +1,16 @@
 """Parameters of several types in one model: each bucket has one of them, and fp64 travels exactly."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.laws.digest import digest
-from tests.laws.engine import SHAPES, Engine, engine, gradients_of
+from lightning_commopt.selftest.digest import digest
+from lightning_commopt.selftest.engine import SHAPES, Engine, engine, gradients_of
 from tests.methods import Case, each_case_and_world
 from tests.pool import WorkerPool
+
+pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
 
 DTYPES = {
     "wide": torch.float64,

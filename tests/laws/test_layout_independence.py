@@ -1,9 +1,13 @@
 """A result does not depend on which parameters share a bucket: DDP's layout is no part of the mathematics."""
 
-from tests.laws.digest import digest
-from tests.laws.engine import MANY_BUCKETS, ONE_BUCKET, engine, gradients_of
+import pytest
+
+from lightning_commopt.selftest.digest import digest
+from lightning_commopt.selftest.engine import MANY_BUCKETS, ONE_BUCKET, engine, gradients_of
 from tests.methods import Case, each_case_and_world
 from tests.pool import WorkerPool
+
+pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
 
 
 def by_layout(case: Case, device: str) -> dict[float, list[str]]:

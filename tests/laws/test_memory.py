@@ -2,9 +2,13 @@
 
 from math import prod
 
-from tests.laws.engine import engine, gradients_of
+import pytest
+
+from lightning_commopt.selftest.engine import engine, gradients_of
 from tests.methods import Case, each_case_and_world
 from tests.pool import WorkerPool
+
+pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
 
 SHAPES = {"a": (256, 256), "bias": (300,), "b": (256, 100), "c": (120, 300), "d": (400, 90)}
 

@@ -5,9 +5,11 @@ import time
 import pytest
 import torch.distributed as dist
 
-from tests.laws.engine import engine, gradients_of
+from lightning_commopt.selftest.engine import engine, gradients_of
 from tests.methods import Case, each_case_and_world, named_case
 from tests.pool import WorkerPool
+
+pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
 
 ROUNDS = 30
 SHAPES = {f"p{i}": (7 + i, 13) for i in range(24)} | {f"bias{i}": (5,) for i in range(8)}

@@ -2,10 +2,14 @@
 
 import pickle
 
-from tests.laws.digest import digest
-from tests.laws.engine import engine, gradients_of
+import pytest
+
+from lightning_commopt.selftest.digest import digest
+from lightning_commopt.selftest.engine import engine, gradients_of
 from tests.methods import Case, each_case_and_world
 from tests.pool import WorkerPool
+
+pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
 
 
 def restarted(case: Case, start_step: int, device: str) -> tuple[list[str], list[str]]:

@@ -1,9 +1,13 @@
 """Law 4: one round for each synchronising backward, however many came before it."""
 
-from tests.laws.engine import engine, gradients_of
-from tests.laws.ledger import Ledger
+import pytest
+
+from lightning_commopt.selftest.engine import engine, gradients_of
+from lightning_commopt.selftest.ledger import Ledger
 from tests.methods import Case, each_case_and_world
 from tests.pool import WorkerPool
+
+pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
 
 
 def accumulate(case: Case, device: str) -> tuple[list[int], list[int], int, float]:

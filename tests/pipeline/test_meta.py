@@ -19,6 +19,8 @@ from tests.pipeline.toy import CLASSES, FEATURES, alone, batches, distance
 from tests.pool import WorkerPool, trainer
 from tests.strategies.toy import loader
 
+pytestmark = pytest.mark.runs("commopt_pipeline", "models made on the meta device")
+
 
 class Loose(nn.Module):
     """An offset that its module knows how to begin with."""

@@ -16,6 +16,8 @@ from lightning_commopt.pipeline.tensor_parallel import TensorParallelPlan
 from tests.pipeline.toy import CLASSES, FEATURES, Chain, alone, batches, distance, piped
 from tests.pool import WorkerPool
 
+pytestmark = pytest.mark.runs("commopt_pipeline", "options refused")
+
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"stages": 0}, "`stages=0` must be an int of at least 1"),
     ({"microbatches": 1.5}, "`microbatches=1.5` must be an int of at least 1"),

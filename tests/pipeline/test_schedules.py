@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from lightning_commopt.pipeline import Action, Kind, Schedule, gpipe, one_f_one_b, schedule_named, zero_bubble_v
 from tests.pipeline.families import schedules
 
+pytestmark = pytest.mark.runs("commopt_pipeline", "schedules")
+
 
 def most_in_flight(actions: tuple[Action, ...]) -> int:
     held = most = 0

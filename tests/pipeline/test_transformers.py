@@ -13,6 +13,8 @@ from tests.pipeline.test_tensor_parallel import MODELS
 from tests.pipeline.toy import alone, distance, optimizer_of, piped, tokens
 from tests.pool import WorkerPool
 
+pytestmark = pytest.mark.runs("commopt_pipeline", "models of transformers")
+
 pytest.importorskip("transformers")
 
 CASES: dict[int, list[tuple[str, bool, dict[str, Any]]]] = {

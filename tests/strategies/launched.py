@@ -17,8 +17,6 @@ from typing_extensions import override
 from lightning_commopt import CommOptStrategy, Int8, PowerSGD
 
 LAUNCHES: dict[str, tuple[str | CommOptStrategy, int]] = {
-    "popen": (CommOptStrategy(Int8(block=128)), 2),
-    "torchrun": (CommOptStrategy(Int8(block=128)), 2),
     "fork": (CommOptStrategy(Int8(block=128), start_method="fork"), 2),
     "notebook": ("commopt_int8_notebook", 2),
     "spawn": (CommOptStrategy(PowerSGD(rank=2), start_method="spawn"), 2),

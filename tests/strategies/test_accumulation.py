@@ -3,6 +3,7 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -23,6 +24,8 @@ from tests.strategies.toy import (
     state_of,
     strategy_of,
 )
+
+pytestmark = pytest.mark.runs("commopt", "gradient accumulation")
 
 WINDOW, WINDOWS = 4, 3
 

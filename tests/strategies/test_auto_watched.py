@@ -16,6 +16,8 @@ from tests.pool import WorkerPool
 from tests.strategies.test_auto import plant_slow_messages, plant_slow_reducer
 from tests.strategies.toy import SMALL_BUCKETS, Batch, Regression, ScaledFP32, batches, fit
 
+pytestmark = pytest.mark.runs("commopt", "auto")
+
 
 class Watch(pl.Callback):
     """Notes what the monitor calls the method, batch by batch."""

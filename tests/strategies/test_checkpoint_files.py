@@ -24,6 +24,8 @@ from tests.methods import Case
 from tests.pool import WorkerPool, trainer
 from tests.strategies.toy import Fit, Regression, batches, fit, flat, loader, state_of, strategy_of
 
+pytestmark = pytest.mark.runs("commopt", "checkpoints and resume")
+
 INT8, STEPS = Case(Int8()), 4
 RANK_FILES = "*.commopt-*-rank*.pt"
 

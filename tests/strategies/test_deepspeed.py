@@ -21,7 +21,10 @@ from tests.pool import WorkerFailure, WorkerPool
 from tests.strategies.toy import Regression, batches, flat, loader
 from tests.strategies.zero_toy import STEPS, Full, ZeroFit, ZeroResume, distance, resumed, zero_fit, zero_strategy
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+    pytest.mark.runs("commopt_deepspeed", "stage {stage}", stage=(0, 1, 2, 3)),
+]
 
 STAGES = (0, 1, 2, 3)
 

@@ -15,6 +15,8 @@ from lightning_commopt import CommOptDeepSpeedStrategy, CommOptStrategy, Int4, I
 from lightning_commopt.zero.checks import check_method, check_version
 from lightning_commopt.zero.config import add_zero_plus_plus
 
+pytestmark = pytest.mark.runs("commopt_deepspeed", "options refused")
+
 INSTALLED = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed")
 HPZ = {"zero_optimization": {"zero_hpz_partition_size": 2}}

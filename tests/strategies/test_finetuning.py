@@ -33,6 +33,8 @@ from tests.strategies.toy import (
     strategy_of,
 )
 
+pytestmark = pytest.mark.runs("commopt", "freezing and unfreezing")
+
 STEPS = 6
 RATE = 1e-3
 NONE, INT8 = Case(Uncompressed()), Case(Int8())

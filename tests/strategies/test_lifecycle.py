@@ -27,6 +27,8 @@ from tests.strategies.toy import (
     strategy_of,
 )
 
+pytestmark = pytest.mark.runs("commopt", "fit, validate, test, second fit")
+
 
 class Measured(Regression):
     """Logs what it sees."""

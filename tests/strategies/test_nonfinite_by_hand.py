@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import pytest
 from torch import Tensor
 from typing_extensions import override
 
@@ -11,6 +12,8 @@ from tests.pool import WorkerPool
 from tests.strategies.chosen import SHAPES, Ledger, assert_conserved, mean_gradient, total, train
 from tests.strategies.test_conserved import FIRST, SECOND, Adversaries
 from tests.strategies.toy import ScaledFP32, each_route
+
+pytestmark = pytest.mark.runs("commopt", "non-finite gradients")
 
 STEPS, BAD = 4, 2
 

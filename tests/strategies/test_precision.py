@@ -13,6 +13,8 @@ from tests.methods import Case
 from tests.pool import WorkerPool
 from tests.strategies.toy import SMALL_BUCKETS, Fit, Regression, batches, compresses, each_method, fit, strategy_of
 
+pytestmark = pytest.mark.runs("commopt", "precision")
+
 PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
 STEPS = 10
 

@@ -17,6 +17,8 @@ from tests.methods import CASES, Case
 from tests.pool import WorkerPool
 from tests.strategies.toy import Batch, Regression, batches, each_method, fit, strategy_of
 
+pytestmark = pytest.mark.runs("commopt", "options refused")
+
 
 def hook(*_: Any) -> None:
     """A communication hook of the user."""
@@ -46,7 +48,11 @@ OPTIONS: list[tuple[Mapping[str, Any], str]] = [
         {"compression": "auto", "start_step": 3},
         "`start_step=3` has no meaning for `compression='auto'`, .*leave it out",
     ),
-    ({"process_group_backend": "mpi"}, "this build of torch has no MPI. Leave it out for nccl or gloo"),
+    ({"process_group_backend": "mpi"}, "this build of torch has no MPI.*`mpirun` starts processes without it. Leave"),
+    (
+        {"process_group_backend": "cpu:gloo,cuda:nickel"},
+        "no backend `nickel`, only gloo.*Leave `process_group",
+    ),
     (
         {"static_graph": True},
         "`static_graph` cannot be combined with method `int8`: it delays.*Or choose `compr",

@@ -16,6 +16,8 @@ from tests.pool import WorkerPool
 from tests.strategies.sharded_toy import ShardedFit, fit_sharded, sharded
 from tests.strategies.toy import Regression, batches
 
+pytestmark = pytest.mark.runs("commopt_hsdp", "callbacks")
+
 NODES: dict[str, Any] = {"nodes": 2, "timeout": 60.0}
 
 
@@ -34,7 +36,8 @@ class Spoil(pl.Callback):
 def monitored(spoil: bool) -> tuple[ShardedFit, CommSummary | None]:
     monitor = CommMonitor(every_n_steps=2)
     callbacks: list[pl.Callback] = [*([Spoil()] if spoil else []), monitor]
-    return fit_sharded(sharded("int8"), Regression(), batches(6), callbacks=callbacks), monitor.summary
+    strategy = sharded("int8", shard_gather="bf16", shard_scatter="int8")
+    return fit_sharded(strategy, Regression(), batches(6), callbacks=callbacks), monitor.summary
 
 
 def test_the_monitor_measures_the_exchange_between_replicas(pool: WorkerPool) -> None:
@@ -43,7 +46,11 @@ def test_the_monitor_measures_the_exchange_between_replicas(pool: WorkerPool) ->
         assert fit.stats is not None
         assert summary.method == "int8"
         assert summary.replicas_equal
-        assert summary.sent_mb_per_step == pytest.approx(fit.stats.sent_bytes / 6 / 1e6)
+        between, inside = fit.stats.sent_bytes - fit.stats.promised.inside_node, fit.stats.promised.inside_node
+        assert inside > between > 0
+        assert summary.sent_mb_per_step == pytest.approx((inside + between) / 6 / 1e6)
+        assert summary.sent_inside_node_mb_per_step == pytest.approx(inside / 6 / 1e6)
+        assert summary.compression_ratio == pytest.approx(fit.stats.dense_bytes / between)
 
 
 def test_the_monitor_compares_equal_shards(pool: WorkerPool) -> None:
@@ -77,7 +84,8 @@ def scaled_and_examined() -> Examined:
         with torch.no_grad():
             model.get_parameter("layers.3.bias")[0] += dist.get_rank() == 3
         scaling = LinearLRScaling(base_batch_size=8, warmup_steps=0, batch_size_per_device=8)
-        return fit_sharded(sharded("int8"), model, batches(4, rank=0), callbacks=[scaling, *callbacks])
+        strategy = sharded("int8", shard_gather="int8")
+        return fit_sharded(strategy, model, batches(4, rank=0), callbacks=[scaling, *callbacks])
 
     doctor = DistributedDoctor(3, reference_steps=1, hash_every_n_steps=1, probe_seconds=0)
     return Examined(fit(), fit(doctor, Rates()), rates, doctor.findings)

@@ -26,6 +26,8 @@ from tests.strategies import terminated
 from tests.strategies.test_launch import LIMIT, run
 from tests.strategies.toy import Batch, Regression, batches, fit, flat, loader, strategy_of
 
+pytestmark = pytest.mark.runs("commopt", "SIGTERM")
+
 INT8, NONE = Case(Int8()), Case(Uncompressed())
 
 

@@ -14,6 +14,8 @@ from lightning_commopt.zero.held import Held, Reader
 from lightning_commopt.zero.scatter import ScatterLayout
 from tests.pool import WorkerPool
 
+pytestmark = pytest.mark.runs("commopt_deepspeed", "exchange of gradients")
+
 HELD = [Held("a", (7,)), Held("b", (33, 40)), Held("c", (2, 1)), Held("d", (61, 35)), Held("e", (1,))]
 CPU = torch.device("cpu")
 

@@ -14,6 +14,8 @@ from tests.pool import WorkerPool
 from tests.strategies.toy import Batch, Regression, strategy_of
 from tests.uneven.toy import METHODS, Ran, own_batches, run, uneven_fit
 
+pytestmark = pytest.mark.runs("commopt", "uneven data")
+
 NONE, INT8 = METHODS[:2]
 
 

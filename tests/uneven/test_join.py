@@ -17,6 +17,8 @@ from tests.strategies.chosen import SHAPES, Chosen, Ledger, assert_conserved, ch
 from tests.strategies.toy import ByHand, Regression, compresses, each_method, fit, flat, state_of, strategy_of
 from tests.uneven.toy import COUNTS, FITS, METHODS, Ran, Stream, own_batches, reference, run, train_loader, uneven_fit
 
+pytestmark = pytest.mark.runs("commopt", "uneven data")
+
 NONE = METHODS[0]
 
 

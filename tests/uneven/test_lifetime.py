@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +17,8 @@ from lightning_commopt.routes import ControlGroup
 from tests.pool import WorkerPool, trainer
 from tests.strategies.toy import Batch, Regression, batches, fresh_loop, loader
 from tests.uneven.toy import own_batches, train_loader
+
+pytestmark = pytest.mark.runs("commopt", "uneven data")
 
 
 class Calls(pl.Callback):

@@ -13,6 +13,8 @@ from tests.pool import WorkerPool
 from tests.strategies.toy import Batch, Regression, batches
 from tests.uneven.toy import METHODS, error_of, run, train_loader, uneven_fit
 
+pytestmark = pytest.mark.runs("commopt", "uneven data")
+
 NONE = METHODS[0]
 CURE = "give every rank as many batches, as `DistributedSampler` does, or choose `uneven='trim'`"
 

@@ -9,6 +9,8 @@ from tests.methods import Case
 from tests.pool import WorkerPool
 from tests.uneven.toy import FITS, Ran, uneven_fit
 
+pytestmark = pytest.mark.runs("commopt", "uneven data")
+
 
 def fit_trimmed(case: Case, counts: tuple[int, ...], window: int) -> tuple[Ran, Ran, Ran]:
     """With a length, without one, and on batches that are as many on all ranks."""
