@@ -26,8 +26,8 @@ class CommMonitor(Callback):
     :class:`~lightning.pytorch.strategies.DDPStrategy`, to compare with. With one process there is time and throughput
     to tell. Under :class:`~lightning_commopt.CommOptShardedStrategy` communication is that of replicas: what FSDP2
     gathers and reduces inside a node counts as compute, and its bytes apart. Under
-    :class:`~lightning_commopt.CommOptDeepSpeedStrategy` it is that of gradients; of ``"zero++"`` nothing is known. Under
-    another strategy it warns and does nothing.
+    :class:`~lightning_commopt.CommOptDeepSpeedStrategy` it is that of gradients; of ``"zero++"`` nothing is known.
+    Under another strategy it warns and does nothing.
 
     Every ``every_n_steps`` optimizer steps the Trainer's loggers get the averages of the steps since the last time,
     over all ranks, each under ``commopt/``:

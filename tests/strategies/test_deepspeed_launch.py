@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,4 +91,4 @@ def test_launches_end_to_end(tmp_path: Path) -> None:
         assert row["val_loss"] == pytest.approx(ranks[0]["val_loss"], rel=1e-5)
         assert started[name].returncode != 0, output
         assert not (folder / "not_ended").exists()
-        assert "commopt: rank 1, between batches after step 18, ended without a word" in output
+        assert re.search(r"commopt: rank 1, .* ended without a word", output), output
