@@ -25,8 +25,9 @@ class CommMonitor(Callback):
     Works under :class:`~lightning_commopt.CommOptStrategy` with any method, and under Lightning's own
     :class:`~lightning.pytorch.strategies.DDPStrategy`, to compare with. With one process there is time and throughput
     to tell. Under :class:`~lightning_commopt.CommOptShardedStrategy` communication is that of replicas: what FSDP2
-    gathers and reduces inside a node counts as compute, and its bytes apart. Under another strategy it warns and does
-    nothing.
+    gathers and reduces inside a node counts as compute, and its bytes apart. Under
+    :class:`~lightning_commopt.CommOptDeepSpeedStrategy` it is that of gradients; of ``"zero++"`` nothing is known.
+    Under another strategy it warns and does nothing.
 
     Every ``every_n_steps`` optimizer steps the Trainer's loggers get the averages of the steps since the last time,
     over all ranks, each under ``commopt/``:
@@ -133,8 +134,8 @@ class CommMonitor(Callback):
         if not is_measurable(trainer):
             rank_zero_warn(
                 f"`CommMonitor` cannot measure `{type(trainer.strategy).__name__}` and is not active in this fit. It "
-                "measures `CommOptStrategy`, `CommOptShardedStrategy` and `DDPStrategy`: use `strategy='commopt'`, "
-                "`'commopt_hsdp'` or `'ddp'`."
+                "measures `CommOptStrategy`, `CommOptShardedStrategy`, `CommOptDeepSpeedStrategy` but for ZeRO++, and "
+                "`DDPStrategy`: use `strategy='commopt'`, `'commopt_hsdp'`, `'commopt_deepspeed'` or `'ddp'`."
             )
         elif trainer.world_size == 1:
             rank_zero_info("`CommMonitor`: one process has nothing to exchange; only time and throughput are measured.")

@@ -28,7 +28,7 @@ class Rates(Regression):
         super().__init__(spoilt=(1, 2), factor=1e3)
         self.rates: list[float] = []
         with torch.no_grad():
-            self.layers[3].bias[0] += dist.get_rank()  # type: ignore[index]
+            self.get_parameter("layers.3.bias")[0] += dist.get_rank()
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
