@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from benchmarks.links.budget_worker import PHASES
 from benchmarks.links.launch import LaunchError, launch, signals_raise
 from benchmarks.links.modes import MODES
-from benchmarks.links.network import Network, NetworkError
 from benchmarks.links.rank import Task
 from benchmarks.links.record import Run
+from lightning_commopt.demo.network import Network, NetworkError
 
 COLUMNS = ("main thread", "encode", "send, wait", "decode", "queue, Python", "network thread", "sum", "wall")
 

@@ -10,7 +10,6 @@ schedule. Runs that the results file already has are not repeated.
 
 import argparse
 import json
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -22,9 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.utils.data import DataLoader, Subset
 
 from lightning_commopt import BF16, FP16, CommOptStrategy, Compression, Int4, Int8, OneBit, PowerSGD, TopK
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from byte_gpt import ByteWindows, LitByteGPT, split_documents  # the examples are scripts, not a package
+from lightning_commopt.demo.byte_gpt import ByteWindows, LitByteGPT, split_documents
 
 LENGTH, BATCH, VAL_WINDOWS = 128, 2, 256
 RESULTS = Path(__file__).parent / "results" / "convergence.jsonl"

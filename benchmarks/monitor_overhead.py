@@ -10,7 +10,6 @@ holds everything, and the noise of the machine too.
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,9 +24,7 @@ import torch.multiprocessing as mp
 from torch.utils.data import DataLoader
 
 from lightning_commopt.callbacks import CommMonitor
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from byte_gpt import ByteWindows, LitByteGPT, split_documents
+from lightning_commopt.demo.byte_gpt import ByteWindows, LitByteGPT, split_documents
 
 _WARM_UP = 10
 _HOOKS = ("on_train_start", "on_train_batch_start", "on_before_backward", "on_after_backward", "on_train_batch_end")

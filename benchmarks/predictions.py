@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.links.modes import MODES, Mode
-from benchmarks.links.network import Network, bits_per_second
 from benchmarks.links.record import Run, Series, read_runs
 from benchmarks.links.workload import batch, initial_model
 from lightning_commopt.compression import METHODS, Uncompressed
+from lightning_commopt.demo.network import Network, bits_per_second
 from lightning_commopt.tuning import Channel, CodecCost, ComputeProfile, Link, Plan, predict
 
 RESULTS = Path(__file__).parent / "results"

@@ -19,10 +19,10 @@ from statistics import fmean
 
 from benchmarks.links.launch import LaunchError, launch, signals_raise
 from benchmarks.links.modes import MODES
-from benchmarks.links.network import Network, NetworkError
 from benchmarks.links.rank import Task
 from benchmarks.links.record import Run
 from benchmarks.links.target_worker import SMOOTHED, TARGET, reached
+from lightning_commopt.demo.network import Network, NetworkError
 
 RESULTS = Path(__file__).parent / "results"
 DEFAULT_MODES = ("ddp", "bf16", "int8", "int4", "onebit", "auto", "auto_onebit", "torch_powersgd4")

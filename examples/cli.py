@@ -13,13 +13,13 @@ name. Lightning writes the whole configuration of a run to ``lightning_logs/vers
 
 import warnings
 
-from byte_gpt import ByteWindows, LitByteGPT, split_documents
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from lightning_commopt.callbacks import CommMonitor  # importing the package also registers the strategy names
+from lightning_commopt.demo.byte_gpt import ByteWindows, LitByteGPT, split_documents
 
 # Lightning's own use of a deprecated PyTorch check; nothing that a script could change.
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")

@@ -4,8 +4,9 @@
     python examples/pipeline_gpt.py --schedule zbv           # another schedule
     python examples/pipeline_gpt.py --devices 4 --stages 2   # two replicas of two stages
 
-The model and its data (``byte_gpt.py``) are plain Lightning code, the same as in ``quickstart.py``; the strategy alone
-is another. It prints how it cut the model. Each process holds its own stage, and the checkpoint is that of one process.
+The model and its data (``lightning_commopt/demo/byte_gpt.py``) are plain Lightning code, the same as in
+``quickstart.py``; the strategy alone is another. It prints how it cut the model. Each process holds its own stage, and
+the checkpoint is that of one process.
 """
 
 import argparse
@@ -15,11 +16,11 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from byte_gpt import ByteWindows, LitByteGPT, split_documents
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader, Subset
 
 from lightning_commopt import CommOptPipelineStrategy
+from lightning_commopt.demo.byte_gpt import ByteWindows, LitByteGPT, split_documents
 
 LENGTH = 128  # bytes that the model sees at once
 VAL_WINDOWS = 64

@@ -3,26 +3,17 @@
     python examples/quickstart.py                    # int8 on the wire
     python examples/quickstart.py --strategy ddp     # the same run under Lightning's own DDP
 
-The model and its data (``byte_gpt.py``) are plain Lightning code. Two things here are not: the name of the strategy,
-and the ``CommMonitor`` callback, which measures the run and prints the table at its end.
+The model and its data (``lightning_commopt/demo/byte_gpt.py``) are plain Lightning code. Two things here are not: the
+name of the strategy, and the ``CommMonitor`` callback, which measures the run and prints the table at its end.
+``commopt demo`` runs the same without this file, and on a slow link.
 """
 
 import argparse
-import warnings
 
 import lightning as L
-from byte_gpt import ByteWindows, LitByteGPT, split_documents
-from torch.utils.data import DataLoader, Subset
 
 from lightning_commopt.callbacks import CommMonitor  # importing the package also registers the strategy names
-
-LENGTH = 128  # bytes that the model sees at once
-VAL_WINDOWS = 256
-
-# Lightning's own use of a deprecated PyTorch check; nothing that a script could change.
-warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-# A batch is a few slices of a tensor in memory: worker processes would only take cores from the training.
-warnings.filterwarnings("ignore", message=r"The '\w+_dataloader' does not have many workers")
+from lightning_commopt.demo.byte_gpt import LENGTH, LitByteGPT, loaders, quiet
 
 
 def parse_args() -> argparse.Namespace:
@@ -43,11 +34,10 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     """Train for the given number of steps, then validate once."""
+    quiet()
     args = parse_args()
     L.seed_everything(args.seed, verbose=False)
-    train, val = (ByteWindows(documents, LENGTH) for documents in split_documents())
-    val_sample = Subset(val, range(0, len(val), len(val) // VAL_WINDOWS)[:VAL_WINDOWS])  # a fixed, even sample
-
+    train, val = loaders(args.batch_size)
     trainer = L.Trainer(
         strategy=args.strategy,
         accelerator=args.accelerator,
@@ -60,11 +50,7 @@ def main() -> None:
         logger=False,
         enable_checkpointing=False,
     )
-    trainer.fit(
-        LitByteGPT(lr=args.lr),
-        train_dataloaders=DataLoader(train, batch_size=args.batch_size, shuffle=True, drop_last=True),
-        val_dataloaders=DataLoader(val_sample, batch_size=16),
-    )
+    trainer.fit(LitByteGPT(lr=args.lr), train_dataloaders=train, val_dataloaders=val)
 
 
 # The launcher runs this script once more for every further process.

@@ -1,71 +1,12 @@
-"""Every method that the laws are tested on. A new method is tested by one more line in `CASES`."""
+"""Every method that the laws are tested on, for `pytest`. A new method is one more line in `CASES`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 
-from lightning_commopt.compression import BF16, FP16, Compression, Int4, Int8, OneBit, PowerSGD, TopK, Uncompressed
+from lightning_commopt.selftest.case import CASES, Case
 
 __all__ = ["CASES", "Case", "each_case", "each_case_and_world", "named_case"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A method, and what may be asked of it beyond the laws that hold for all.
-
-    Args:
-        method: The method with its options.
-        worlds: World sizes on which it is tested.
-        hierarchy: Ranks in a node; 0 for a flat exchange, as always where not all processes take part.
-        relative: For a cast, its largest error relative to a value, paid on each hop.
-        absolute: For a cast, its error relative to the largest value of the round, paid on each hop.
-        layout_independent: Whether a result has the same bits whatever parameters share a bucket.
-        scale_free: Whether gradients times a power of two give results times that power, bit for bit.
-        round_free: Whether a result has the same bits whatever the number of the round.
-    """
-
-    method: Compression
-    worlds: tuple[int, ...] = (2, 3, 4)
-    hierarchy: int = 0
-    relative: float = 0.0
-    absolute: float = 0.0
-    layout_independent: bool = True
-    scale_free: bool = True
-    round_free: bool = True
-
-    @property
-    def id(self) -> str:
-        """Name in test ids: the method and the options that are not its defaults."""
-        defaults = vars(type(self.method)())
-        options = [f"{key}={value}" for key, value in vars(self.method).items() if value != defaults[key]]
-        return "-".join([self.method.name, *options, *([f"nodes_of_{self.hierarchy}"] if self.hierarchy else [])])
-
-    @property
-    def lossy(self) -> bool:
-        """Whether what a round drops is kept for the next one."""
-        return self.method.error_feedback
-
-
-CASES: tuple[Case, ...] = (
-    Case(Uncompressed(), layout_independent=False),  # the collective library adds in the order of its ring
-    Case(BF16(), relative=2.0**-8),
-    Case(FP16(), relative=2.0**-11, absolute=2.0**-24),
-    Case(Int8()),
-    Case(Int4()),
-    Case(OneBit(), layout_independent=False),  # columns are measured over a chunk's rows
-    Case(OneBit(columns=False), worlds=(3,)),
-    Case(TopK(density=0.05), layout_independent=False),  # the largest of a chunk
-    Case(TopK(density=0.03), worlds=(2,), layout_independent=False),  # places as numbers, not as bits
-    Case(
-        PowerSGD(rank=2), layout_independent=False, round_free=False
-    ),  # equal shapes of a bucket are multiplied in one batch
-    Case(Int8(block=32, stochastic=True), worlds=(3,), round_free=False),
-    Case(Int8(), worlds=(4,), hierarchy=2),
-    Case(BF16(), worlds=(4,), hierarchy=2, relative=2.0**-8),
-    Case(OneBit(), worlds=(4,), hierarchy=2, layout_independent=False),
-    Case(TopK(density=0.05), worlds=(4,), hierarchy=2, layout_independent=False),
-)
 
 
 def _every(_: Case) -> bool:

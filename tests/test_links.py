@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.links.bound import Compute, Link, shortest_step_ms
-from benchmarks.links.network import Network, NetworkError, bits_per_second, why_not
 from benchmarks.links.record import Run, Series
 from benchmarks.links.report import markdown, rows
+from lightning_commopt.demo.network import Network, NetworkError, bits_per_second, why_not
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 100.0

@@ -22,13 +22,24 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptStrategy
 from lightning_commopt.callbacks import CommMonitor, CommSummary, RankTimes
-from lightning_commopt.callbacks.report import ReportContent, ReportRecording, render
+from lightning_commopt.callbacks.report import (
+    Measured,
+    ReportContent,
+    ReportRecording,
+    RunFileError,
+    check_can_report,
+    read_run,
+    render,
+    write,
+    write_run,
+)
 from lightning_commopt.callbacks.report.charts import error_chart
 from lightning_commopt.callbacks.report.content import RecordedSteps
 from lightning_commopt.callbacks.report.history import History, Interval
 from lightning_commopt.callbacks.report.traffic import by_group
 from lightning_commopt.compression import METHODS
 from lightning_commopt.measure import Span, aligned
+from lightning_commopt.tuning import Channel, CodecCost, ComputeProfile, Link
 from tests.pool import WorkerPool, trainer
 
 pytestmark = pytest.mark.runs("callbacks", "CommMonitor, report")
@@ -142,6 +153,66 @@ def test_numbers_are_those_of_the_summary(reported: tuple[CommSummary, Path]) ->
     ranks = [[float(rank), *(getattr(t, f.name) for f in fields(t))] for rank, t in enumerate(summary.by_rank)]
     assert page.numbers("ranks") == ranks
     assert sum(row[-1] or 0 for row in page.numbers("kinds")) == pytest.approx(summary.sent_mb_per_step)
+
+
+def test_the_run_beside_the_page_gives_the_same_page(reported: tuple[CommSummary, Path]) -> None:
+    summary, path = reported
+    content = read_run(path.with_suffix(".json"))
+    assert content.summary == summary
+    numels = (32 * 64, 64, 64, 64, 64 * 32, 32)
+    assert content.measured == Measured(numels, 4 * sum(numels), content.measured.samples)
+    assert content.measured.samples == pytest.approx(4.0)
+    read, written = Page(render(content)), Page(path.read_text())
+    assert read.tables == written.tables
+    for words in ("verdict", "advice", "explanation"):
+        assert read.texts[words] == written.texts[words]
+
+
+def test_a_run_alone_needs_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("lightning_commopt.callbacks.report.page.find_spec", lambda _: None)
+    path = tmp_path / "run.json"
+    check_can_report(path)
+    links = Link(2, Channel(1e6, 0.1), Channel(2e6, 0.1), inside=Channel(1e9, 0.01, 0.5))
+    profile = ComputeProfile(1.0, 2.0, 0.0, ((3, 1.5), (4, 2.0)))
+    content = ReportContent(
+        summary(9.0, 1.0, 0.0, validation=("val_loss", math.nan), first_difference=("w", (1, 2))),
+        (Interval(1, 3, loss=math.inf),),
+        RecordedSteps(1, ((Span("step", 0.0, 1.0),), (Span("encode", 0.0, 1.0, 3),))),
+        measured=Measured((3, 1), 16, None, links, profile, (("int8", CodecCost(1.0)),)),
+    )
+    write(path, content)
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+    assert repr(read_run(path)) == repr(content)  # nan differs from itself
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        ("<html>", "is not a run: `CommMonitor"),
+        ("[1]", "is not a run"),
+        ('{"format": "lightning_commopt run", "version": 2}', "is a run of version 2"),
+        ('{"format": "lightning_commopt run", "version": 1}', "damaged: `summary` is missing"),
+        (
+            '{"format": "lightning_commopt run", "version": 1, "summary": {"method": 3}}',
+            "`summary.world_size` is missing",
+        ),
+    ],
+)
+def test_a_file_that_is_no_run_is_an_error(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "run.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(RunFileError, match=said):
+        read_run(path)
+
+
+def test_a_value_of_another_type_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    write_run(path, ReportContent(summary(9, 1, 0)))
+    path.write_text(path.read_text().replace('"steps": 12', '"steps": "many"'))
+    with pytest.raises(RunFileError, match="damaged: `summary.steps` is 'many'"):
+        read_run(path)
 
 
 def test_intervals_cover_the_run(reported: tuple[CommSummary, Path]) -> None:

@@ -18,10 +18,10 @@ from pathlib import Path
 from benchmarks.links.launch import LaunchError, launch, signals_raise
 from benchmarks.links.lightning_worker import STRATEGIES
 from benchmarks.links.modes import MODES
-from benchmarks.links.network import Network, NetworkError, bits_per_second
 from benchmarks.links.rank import Task
 from benchmarks.links.record import Run, read_runs
 from benchmarks.links.report import markdown, plot
+from lightning_commopt.demo.network import Network, NetworkError, bits_per_second
 
 RESULTS = Path(__file__).parents[1] / "results"
 SUITE = ((2, "100mbit"), (2, "1gbit"), (4, "100mbit"), (4, "1gbit"), (2, "none"))

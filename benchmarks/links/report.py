@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 
 from benchmarks.links.bound import Compute, Link, shortest_step_ms
-from benchmarks.links.network import bits_per_second
 from benchmarks.links.record import Run, Series
+from lightning_commopt.demo.network import bits_per_second
 
 __all__ = ["Row", "markdown", "plot", "rows"]
 

@@ -5,14 +5,14 @@ from typing import Any, ClassVar, TypeVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_commopt.callbacks.doctor.finding import Finding
 from lightning_commopt.callbacks.doctor.options import DoctorOptions
+from lightning_commopt.callbacks.monitor.views import ModelView
+from lightning_commopt.failure import FailTogether
 from lightning_commopt.routes import ControlGroup
-from lightning_commopt.strategies import CommOptStrategy
 
 __all__ = ["Check", "Run", "loss_of"]
 
@@ -24,6 +24,7 @@ class Run:
 
     Args:
         trainer: In set-up; its process group exists.
+        view: What its strategy shows.
         options: What was asked for.
 
     Attributes:
@@ -31,20 +32,18 @@ class Run:
 
     """
 
-    def __init__(self, trainer: "pl.Trainer", options: DoctorOptions) -> None:
+    def __init__(self, trainer: "pl.Trainer", view: ModelView, options: DoctorOptions) -> None:
         self.trainer = trainer
+        self.view = view
         self.options = options
         self.rank, self.world = trainer.global_rank, trainer.world_size
         self.steps_done = 0
         strategy = trainer.strategy
-        self._own_group = self.world > 1 and not isinstance(strategy, CommOptStrategy)
+        self._own_group = self.world > 1 and not isinstance(strategy, FailTogether)
         self.control: ControlGroup | None = None
-        if self._own_group:
-            assert isinstance(strategy, DDPStrategy)
-            self.control = ControlGroup(strategy._timeout)
-        elif self.world > 1:
-            assert isinstance(strategy, CommOptStrategy)
-            self.control = strategy._control
+        if self.world > 1:
+            ours = isinstance(strategy, FailTogether)
+            self.control = strategy._control if ours else ControlGroup(getattr(strategy, "_timeout", None))
 
     @property
     def module(self) -> "pl.LightningModule":
@@ -84,7 +83,7 @@ class Check(ABC):
         self.run = run
 
     def before_wrapping(self) -> None:  # noqa: B027 - most checks need few events
-        """Look at the module before DDP makes all ranks equal."""
+        """Look at the module before its strategy makes all ranks equal."""
 
     def train_start(self) -> None:  # noqa: B027
         """Begin: optimizers and data are there."""

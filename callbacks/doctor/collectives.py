@@ -15,7 +15,6 @@ from lightning_commopt.callbacks.doctor.finding import Finding
 from lightning_commopt.callbacks.doctor.flight_record import last_record, records_since
 from lightning_commopt.callbacks.doctor.sites import Site, site_of
 from lightning_commopt.callbacks.monitor.replicas import bits_hash
-from lightning_commopt.strategies import CommOptStrategy
 
 __all__ = ["CollectiveCheck"]
 
@@ -115,8 +114,7 @@ class CollectiveCheck(Check):
 
     def _bucket_exchanges(self) -> int:
         """Return how many buckets were exchanged by our own path, which the flight recorder sees only in part."""
-        strategy = self.run.trainer.strategy
-        return strategy.comm_stats().hook_calls if isinstance(strategy, CommOptStrategy) else 0
+        return self.run.view.encoded_exchanges()
 
     def _buffer_hashes(self) -> dict[str, int]:
         return {name: bits_hash(buffer) for name, buffer in self.run.module.named_buffers()}

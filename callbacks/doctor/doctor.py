@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -24,9 +23,8 @@ from lightning_commopt.callbacks.doctor.reference import ReferenceCheck
 from lightning_commopt.callbacks.doctor.seeds import SeedCheck
 from lightning_commopt.callbacks.doctor.synchronisation import SynchronisationCheck
 from lightning_commopt.callbacks.doctor.table import report
-from lightning_commopt.callbacks.monitor.sources import is_measurable
+from lightning_commopt.callbacks.monitor.views import view_for
 from lightning_commopt.callbacks.monitor.wrapped import WrappedMethods
-from lightning_commopt.strategies import CommOptShardedStrategy
 
 __all__ = ["CHECKS", "DistributedDoctor"]
 
@@ -46,16 +44,18 @@ class DistributedDoctor(Callback):
     """Look for the usual faults of a distributed fit, say where they are, and what to do.
 
     Works under :class:`~lightning_commopt.CommOptStrategy` and Lightning's own
-    :class:`~lightning.pytorch.strategies.DDPStrategy`. With one process it says what cannot be checked. It prints a
-    table after the first ``steps`` optimizer steps, and another at the end of the fit, and changes nothing: neither
-    parameters nor random numbers nor the order of the data. Nothing is raised; the numbers are in :attr:`findings`.
+    :class:`~lightning.pytorch.strategies.DDPStrategy`, and under :class:`~lightning_commopt.CommOptShardedStrategy` and
+    :class:`~lightning_commopt.CommOptDeepSpeedStrategy`, where it says what it cannot see because it is in parts. With
+    one process it says what cannot be checked. It prints a table after the first ``steps`` optimizer steps, and another
+    at the end of the fit, and changes nothing: neither parameters nor random numbers nor the order of the data. Nothing
+    is raised; the numbers are in :attr:`findings`.
 
     =================== ===============================================================================================
     check               looks for
     =================== ===============================================================================================
     ``data``            different numbers of batches or samples, repeats by the sampler, samplers that do not share
                         samples out, two ranks with the same data
-    ``seeds``           initial parameters and buffers that are not equal (before DDP makes them so); random streams
+    ``seeds``           initial parameters and buffers that are not equal (before they are made so); random streams
                         that are (dropout, augmentation)
     ``gradients``       NaN and infinity, with the parameter; parameters without a gradient; a rank whose gradient is 0
                         or far larger than the others', before the exchange
@@ -121,21 +121,21 @@ class DistributedDoctor(Callback):
             return
         self._drop()
         self.findings, self._answers = [], {}
-        sharded = trainer.world_size > 1 and isinstance(trainer.strategy, CommOptShardedStrategy)
-        if sharded or not is_measurable(trainer) or isinstance(trainer.strategy, DeepSpeedStrategy):
+        view = view_for(trainer)
+        if view is None:
             rank_zero_warn(
                 f"`DistributedDoctor` does not know `{type(trainer.strategy).__name__}` and is not active in this fit. "
-                "It looks at `CommOptStrategy` and `DDPStrategy`: use `strategy='commopt'` or `'ddp'`."
+                "It looks at `CommOptStrategy`, `CommOptShardedStrategy`, `CommOptDeepSpeedStrategy` and `DDPStrategy`."
             )
             return
-        self._run = Run(trainer, self.options)
+        self._run = Run(trainer, view, self.options)
         self._checks = [check(self._run) for check in CHECKS]
         if self._run.world > 1:
-            self._wrapped.wrap(trainer.strategy, "_setup_model", self._before_wrapping)
+            self._wrapped.wrap(trainer.strategy, view.begins_alike, self._before_wrapping)
 
     @contextmanager
     def _before_wrapping(self) -> Iterator[None]:
-        """See the module before DDP broadcasts rank 0's parameters; it may wrap again later."""
+        """See the module before ranks are made equal; DDP may wrap again later."""
         if not self._looking:
             with isolate_rng():
                 for check in self._checks:
@@ -223,7 +223,11 @@ class DistributedDoctor(Callback):
         self.findings.sort(key=lambda finding: [check.name for check in CHECKS].index(finding.check))
         if self._run.trainer.is_global_zero:
             world = self._run.world
-            print(report(self.findings, f"{when} on {world} rank{'s' * (world > 1)}"))
+            self._show(f"{when} on {world} rank{'s' * (world > 1)}")
+
+    def _show(self, when: str) -> None:
+        """Print everything, on rank 0."""
+        print(report(self.findings, when))
 
     def _drop(self) -> None:
         """Leave no trace."""

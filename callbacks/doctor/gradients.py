@@ -51,14 +51,15 @@ class GradientCheck(Check):
         self._names: list[str] = []
         self._current: dict[int, Tensor] = {}
         self._order: list[int] = []
-        self._steps: list[tuple[dict[int, Tensor], list[int], Tensor | None]] = []
+        self._steps: list[tuple[dict[int, Tensor], list[int], Tensor | float | None]] = []
 
     @override
     def train_start(self) -> None:
-        for name, parameter in self.run.module.named_parameters():
-            if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._hook(len(self._names))))
-                self._names.append(name)
+        with self.run.view.whole_parameters() as named:
+            for name, parameter in named:
+                if parameter.requires_grad:
+                    self._handles.append(parameter.register_hook(self._hook(len(self._names))))
+                    self._names.append(name)
 
     def _hook(self, index: int) -> Any:
         def note(gradient: Tensor) -> None:
@@ -76,9 +77,7 @@ class GradientCheck(Check):
     @override
     def batch_end(self, outputs: Any, steps: int) -> None:
         if steps:
-            scaler = getattr(self.run.trainer.precision_plugin, "scaler", None)
-            scale = scaler._scale if scaler is not None and scaler.is_enabled() else None
-            self._steps.append((self._current, self._order, None if scale is None else scale.clone()))
+            self._steps.append((self._current, self._order, self.run.view.loss_scale()))
             self._current, self._order = {}, []
 
     @override
@@ -111,7 +110,7 @@ class GradientCheck(Check):
         return seen
 
     def _not_finite(self, ranks: Sequence[_Seen]) -> Iterator[Finding]:
-        scaled = any(scale is not None for *_, scale in self._steps)
+        scaled = any(scale not in (None, 1.0) for *_, scale in self._steps)
         for rank, seen in enumerate(ranks):
             few = scaled and 2 * len(seen.not_finite) <= len(seen.totals)  # a scaler looks for its scale that way
             if not seen.not_finite or few:

@@ -152,6 +152,7 @@ def why_not(run: Run) -> str:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     joined = getattr(getattr(trainer.strategy, "_uneven", None), "policy", "") == "join"
     reasons = {
+        run.view.in_parts: bool(run.view.in_parts),
         "manual optimisation takes steps of its own": not module.automatic_optimization,
         "a gradient scaler decides which steps count": scaler is not None and scaler.is_enabled(),
         "`SyncBatchNorm` computes over ranks": any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()),

@@ -6,7 +6,6 @@ from collections import defaultdict
 from typing import Any
 
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_commopt.callbacks.doctor.check import Check, Run
@@ -18,7 +17,7 @@ __all__ = ["SeedCheck"]
 
 
 class SeedCheck(Check):
-    """Initial parameters and buffers are equal over ranks, before DDP makes them so; random streams are not."""
+    """Initial parameters and buffers are equal over ranks, before they are made so; random streams are not."""
 
     name = "seeds"
 
@@ -32,8 +31,11 @@ class SeedCheck(Check):
 
     @override
     def before_wrapping(self) -> None:
-        module, gather = self.run.module, self.run.all_gather
-        named: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        gather, named = self.run.all_gather, self.run.view.initial()
+        if not all(gather(named is not None)):
+            self._initial = self.unchecked("the module was made in parts: no rank has seen another's parameters.")
+            return
+        assert named is not None
         shapes = hashlib.blake2b(repr([(n, tuple(t.shape), t.dtype) for n, t in named.items()]).encode()).hexdigest()
         models = gather(shapes)
         if len(set(models)) > 1:
@@ -50,7 +52,7 @@ class SeedCheck(Check):
             return
         name, ranks = differing
         self._initial = self.found(
-            f"`{name}` began differently on rank {ranks[0]} than on rank 0; DDP replaced it by rank 0's",
+            f"`{name}` began differently on rank {ranks[0]} than on rank 0; {self.run.view.beginning}",
             "call `lightning.seed_everything(seed)` before the module is made: whatever else was computed from it "
             "still differs",
             rank=ranks[0],
@@ -87,7 +89,7 @@ class SeedCheck(Check):
     def findings(self) -> list[Finding]:
         if self.run.world == 1:
             return [self.unchecked("one process: there are no other ranks whose seeds could agree.")]
-        initial = self._initial or self.unchecked("the module was not seen before DDP wrapped it.")
+        initial = self._initial or self.unchecked("the module was not seen before its strategy took it.")
         ranks = self.run.all_gather((self._before, self._drawn, self._worker_seeds))
         found = [*self._same_streams([(before, drawn) for before, drawn, _ in ranks])]
         twice = _twice([seeds for *_, seeds in ranks])

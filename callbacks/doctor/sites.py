@@ -16,6 +16,7 @@ _CALLBACKS = str(Path(__file__).parents[1])  # not always below the package: an 
 _INSTALLED = (*sysconfig.get_paths().values(), "site-packages")
 _LOOPS = (f"pytorch{os.sep}loops{os.sep}", f"pytorch{os.sep}trainer{os.sep}trainer.py")
 _LOGGING = f"logger_connector{os.sep}"
+_SHARDS = {f"fsdp{os.sep}_fully_shard{os.sep}": "FSDP2", f"deepspeed{os.sep}runtime{os.sep}": "DeepSpeed"}
 _BATCH_NORM = (f"nn{os.sep}modules{os.sep}_functions.py", f"modules{os.sep}batchnorm.py")
 
 
@@ -25,7 +26,7 @@ class Site:
 
     Args:
         kind: ``"gradient"``, ``"used parameters"``, ``"buffers"``, ``"logging"``, ``"metrics"``, ``"batch norm"``,
-            ``"commopt"``, ``"user"`` or ``"Lightning"``.
+            ``"commopt"``, ``"FSDP2"``, ``"DeepSpeed"``, ``"user"`` or ``"Lightning"``.
         operation: Such as ``"all_reduce"``.
         elements: Of its input.
         place: File and line of the user's code, of the library's where there is none.
@@ -67,6 +68,8 @@ def _kind(record: Recorded, inner: list[Frame], user: Frame | None) -> str:
         return "batch norm"
     if not record.stack or record.stack[0].function == "_engine_run_backward":  # C++ code during backward: the reducer
         return "used parameters" if record.dtype == "Int" else "gradient"
+    if shards := next((name for folder, name in _SHARDS.items() if any(folder in path for path in paths)), None):
+        return shards  # in the user's forward pass, too
     if user is not None:
         return "user"
     return "commopt" if any(path.startswith(_PACKAGE) for path in paths) else "Lightning"

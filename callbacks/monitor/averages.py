@@ -102,7 +102,7 @@ class StepAverages:
         sent_payload_mb_per_step: The part of it that is encoded gradients.
         sent_exact_mb_per_step: Gradients that travel exactly.
         sent_header_mb_per_step: Flags and padding.
-        sent_inside_node_mb_per_step: What travels in full precision inside a node.
+        sent_inside_node_mb_per_step: What travels inside a node; where the model is sharded, parameters too.
         dense_mb_per_step: Those that plain DDP would send.
         compression_ratio: The second over the first.
         compression_error: Largest ``||residual|| / ||input||`` of a bucket on any rank, when last sampled.

@@ -24,8 +24,9 @@ class CommMonitor(Callback):
 
     Works under :class:`~lightning_commopt.CommOptStrategy` with any method, and under Lightning's own
     :class:`~lightning.pytorch.strategies.DDPStrategy`, to compare with. With one process there is time and throughput
-    to tell. Under :class:`~lightning_commopt.CommOptShardedStrategy` bytes and communication are those of replicas, and
-    what FSDP2 gathers and reduces inside a node counts as compute. Under another strategy it warns and does nothing.
+    to tell. Under :class:`~lightning_commopt.CommOptShardedStrategy` communication is that of replicas: what FSDP2
+    gathers and reduces inside a node counts as compute, and its bytes apart. Under another strategy it warns and does
+    nothing.
 
     Every ``every_n_steps`` optimizer steps the Trainer's loggers get the averages of the steps since the last time,
     over all ranks, each under ``commopt/``:
@@ -54,7 +55,7 @@ class CommMonitor(Callback):
     ``sent_payload_mb_per_step``      MB           encoded gradients
     ``sent_exact_mb_per_step``        MB           gradients that travel exactly
     ``sent_header_mb_per_step``       MB           flags and padding
-    ``sent_inside_node_mb_per_step``  MB           in full precision inside a node
+    ``sent_inside_node_mb_per_step``  MB           inside a node; under sharding, parameters too
     ``compression_ratio``             -            bytes of plain DDP over bytes sent
     ``compression_error``             -            largest ``||residual|| / ||input||`` of a bucket, when last sampled
     ``gpu_busy_ratio``                0 to 1       NVML's utilisation of the ranks' GPUs, sampled
@@ -82,8 +83,10 @@ class CommMonitor(Callback):
         every_n_steps: Optimizer steps between two logs. None: the Trainer's ``log_every_n_steps``.
         table: Whether rank 0 prints the table at the end.
         report: File that rank 0 writes at the end: one HTML page with what bounds the run, the split of its steps, a
-            time line of a few of them, bytes, error, loss and every number of :attr:`summary`. Needs
-            ``pip install 'lightning-commopt[report]'``. None: no report.
+            time line of a few of them, bytes, error, loss and every number of :attr:`summary`. Beside it comes the same
+            as JSON (``report.json`` beside ``report.html``), which ``commopt report`` and ``commopt plan`` read. The
+            page needs ``pip install 'lightning-commopt[report]'``; a name that ends in ``.json`` writes the JSON alone
+            and needs nothing. None: no report.
         exact: Time by hand: before every batch ranks wait for each other, and their devices are synchronised there,
             around backward and after the step, so that every piece of a step has its own time. Slower; without it
             nothing is waited for, and on a GPU the pieces are those of the host's queue.

@@ -7,12 +7,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_commopt.callbacks.monitor.advice import Situation
-from lightning_commopt.callbacks.monitor.replicas import first_difference, first_differing
+from lightning_commopt.callbacks.monitor.views import view_for
 from lightning_commopt.measure import CommStats, ReducerLog, Timeline
 from lightning_commopt.routes import ControlGroup
 from lightning_commopt.strategies import (
@@ -39,8 +38,6 @@ class CommSource(ABC):
         self._trainer = trainer
         self.hidden_barrier = True
         """Whether ranks wait for each other before every batch, to hear of a SIGTERM."""
-        self.replicated = True
-        """Whether every rank has all parameters."""
 
     @property
     def method(self) -> str:
@@ -68,9 +65,17 @@ class CommSource(ABC):
             ranks_per_node=self._trainer.world_size // nodes,
         )
 
+    @property
+    def replicated(self) -> bool:
+        """Whether some ranks hold the same parameters."""
+        view = view_for(self._trainer)
+        return view is not None and not view.not_compared
+
     def first_difference(self) -> tuple[str, tuple[int, ...]] | None:
         """Return the first parameter that differs between replicas, and the ranks where it does. A collective."""
-        return first_difference(self._trainer.lightning_module, self.all_gather)
+        view = view_for(self._trainer)
+        assert view is not None
+        return view.first_difference(self.all_gather)
 
     def note_backward(self) -> None:  # noqa: B027 - most sources need no notes
         """Take note that a backward pass has ended."""
@@ -147,7 +152,7 @@ class CommOptSource(StrategySource):
 
 
 class ShardedSource(StrategySource):
-    """Our path between replicas of a sharded model. What FSDP2 sends inside a node is not counted."""
+    """Our path between replicas of a sharded model. What travels inside a node is counted, and not timed."""
 
     _strategy: CommOptShardedStrategy
 
@@ -167,20 +172,6 @@ class ShardedSource(StrategySource):
         return None if self.may_skip and self._strategy.root_device.type == "cuda" else stats.skipped_steps
 
     @override
-    def first_difference(self) -> tuple[str, tuple[int, ...]] | None:
-        """Ranks that hold the same shard are compared."""
-        parameters = self._trainer.lightning_module.named_parameters()
-        shards = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in parameters}
-        replicas = self._strategy._replicas_control
-        found = first_differing(shards, replicas.all_gather)
-        own = None if found is None else (found[0], replicas.rank in found[1])
-        everyone = self.all_gather(own)
-        named = [name for name in shards if any(one is not None and one[0] == name for one in everyone)]
-        if not named:
-            return None
-        return named[0], tuple(rank for rank, one in enumerate(everyone) if one == (named[0], True))
-
-    @override
     def record(self, timeline: Timeline | None) -> None:
         if self._strategy._path is not None:
             self._strategy._path.recorder.timeline = timeline
@@ -194,7 +185,6 @@ class DeepSpeedSource(StrategySource):
     def __init__(self, trainer: "pl.Trainer", strategy: CommOptDeepSpeedStrategy) -> None:
         super().__init__(trainer)
         self._strategy = strategy
-        self.replicated = strategy.stage < 3
 
     @override
     def record(self, timeline: Timeline | None) -> None:

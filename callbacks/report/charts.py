@@ -4,17 +4,28 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_commopt.callbacks.monitor.averages import RankTimes
+from lightning_commopt.callbacks.monitor.averages import RankTimes, StepAverages
 from lightning_commopt.callbacks.report.drawing import INK, LOOKS, drawing, svg
 from lightning_commopt.callbacks.report.history import Interval
 from lightning_commopt.callbacks.report.traffic import GroupTraffic
 
-__all__ = ["MOST_RANKS", "error_chart", "groups_chart", "kinds_chart", "loss_chart", "ranks_chart", "split_chart"]
+__all__ = [
+    "MOST_RANKS",
+    "error_chart",
+    "groups_chart",
+    "kinds_chart",
+    "loss_chart",
+    "losses_chart",
+    "ranks_chart",
+    "runs_chart",
+    "split_chart",
+]
 
 WIDTH = 4.8  # inches: text of 10 pt stays readable on a phone
 _PARTS = ("compute", "exposed_comm", "waiting")
 MOST_RANKS = 24
 _MOST_GROUPS = 12
+_LINES, _MARKS = ("-", "--", ":", "-."), "os^xD"  # five and four: twenty runs look different
 
 
 def split_chart(intervals: Sequence[Interval]) -> str:
@@ -137,6 +148,43 @@ def ranks_chart(ranks: Sequence[RankTimes]) -> str:
         return svg(figure, "ranks", "Compute, communication and waiting by rank", text)
 
 
+def runs_chart(runs: Sequence[tuple[str, StepAverages]]) -> str:
+    """How long runs compute, communicate and wait in a step."""
+    shown = [(name, averages) for name, averages in runs if averages.step_ms is not None]
+    if not shown:
+        return ""
+    with drawing():
+        figure, axes = _axes(0.8 + 0.4 * len(shown))
+        left = [0.0] * len(shown)
+        for part in _PARTS:
+            times = [getattr(averages, f"{part}_ms") or 0.0 for _, averages in shown]
+            axes.barh(range(len(shown)), times, 0.7, left, label=LOOKS[part].label, **LOOKS[part].bar)
+            left = [before + time for before, time in zip(left, times, strict=True)]
+        for row, total in enumerate(left):
+            _beside(axes, total, row, f"{total:.3g}")
+        axes.set_yticks(range(len(shown)), [_short(name) for name, _ in shown])
+        axes.set(xlabel="ms a step", xlim=(0, 1.13 * max(left) or 1))
+        axes.invert_yaxis()
+        _legend(axes)
+        text = "; ".join(f"{name}: {total:.3g} ms" for (name, _), total in zip(shown, left, strict=True))
+        return svg(figure, "runs", "Step time of each run", text)
+
+
+def losses_chart(runs: Sequence[tuple[str, Sequence[Interval]]]) -> str:
+    """Training loss of runs."""
+    shown = [(name, intervals) for name, intervals in runs if any(i.loss is not None for i in intervals)]
+    if not shown:
+        return ""
+    with drawing():
+        figure, axes = _axes(2.7)
+        for i, (name, intervals) in enumerate(shown):
+            _curve(axes, intervals, "loss", f"{_LINES[i % len(_LINES)]}{_MARKS[i % len(_MARKS)]}", label=_short(name))
+        axes.set(xlabel="optimizer step", ylabel="training loss")
+        _whole_numbers(axes.xaxis)
+        _legend(axes)
+        return svg(figure, "losses", "Training loss of each run", ", ".join(name for name, _ in shown))
+
+
 def _axes(height: float) -> tuple[Any, Any]:
     figure, (axes,) = _rows(height, 1)
     return figure, axes
@@ -150,12 +198,13 @@ def _rows(height: float, rows: int) -> tuple[Any, list[Any]]:
     return figure, list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
 
 
-def _curve(axes: Any, intervals: Sequence[Interval], name: str, style: str) -> None:
+def _curve(axes: Any, intervals: Sequence[Interval], name: str, style: str, label: str = "") -> None:
     """Draw a value at the end of each interval, with a gap where there is none."""
     values = [getattr(interval, name) for interval in intervals]
     points = [float("nan") if value is None else value for value in values]
     few = len(points) <= 40
-    axes.plot([i.last_step for i in intervals], points, style if few else style.rstrip("os"), color=INK, markersize=3.5)
+    style = style if few else style.rstrip(_MARKS)
+    axes.plot([i.last_step for i in intervals], points, style, color=INK, markersize=3.5, label=label)
 
 
 def _beside(axes: Any, x: float, y: float, text: str) -> None:

@@ -6,8 +6,9 @@ from lightning_commopt.callbacks.monitor.summary import CommSummary
 from lightning_commopt.callbacks.report.history import Interval
 from lightning_commopt.callbacks.report.traffic import GroupTraffic
 from lightning_commopt.measure import Span
+from lightning_commopt.tuning import CodecCost, ComputeProfile, Link
 
-__all__ = ["BucketTimes", "RecordedSteps", "ReportContent"]
+__all__ = ["BucketTimes", "Measured", "RecordedSteps", "ReportContent"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,28 @@ class RecordedSteps:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What other layouts and methods can be predicted from.
+
+    Args:
+        numels: Elements of each trainable parameter, in the module's order.
+        gradient_bytes: Of all of them.
+        samples: Of a rank in an optimizer step; None where batches did not tell.
+        link: What ``auto`` measured between ranks; None under other methods, like the next two.
+        profile: A step without exchange.
+        codecs: Cost of methods, by their words.
+
+    """
+
+    numels: tuple[int, ...] = ()
+    gradient_bytes: int = 0
+    samples: float | None = None
+    link: Link | None = None
+    profile: ComputeProfile | None = None
+    codecs: tuple[tuple[str, CodecCost], ...] = ()
+
+
+@dataclass(frozen=True)
 class ReportContent:
     """Everything that the page shows.
 
@@ -75,6 +98,7 @@ class ReportContent:
         explanation: What the strategy says is in force, and why.
         decisions: What ``auto`` decided, line by line.
         environment: Name and value.
+        measured: What other layouts and methods can be predicted from.
 
     """
 
@@ -86,3 +110,4 @@ class ReportContent:
     explanation: str = ""
     decisions: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    measured: Measured = Measured()

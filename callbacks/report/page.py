@@ -1,10 +1,9 @@
 """The page of a report: one file with everything in it."""
 
-import os
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_commopt.callbacks.monitor.averages import RankTimes
 from lightning_commopt.callbacks.monitor.end_table import rows
@@ -13,9 +12,13 @@ from lightning_commopt.callbacks.report import charts
 from lightning_commopt.callbacks.report.content import BucketTimes, ReportContent
 from lightning_commopt.callbacks.report.drawing import LOOKS
 from lightning_commopt.callbacks.report.history import Interval
+from lightning_commopt.callbacks.report.run_file import write_atomically, write_run
 from lightning_commopt.callbacks.report.steps_chart import MOST_RANKS, steps_chart
 
-__all__ = ["check_can_report", "render", "write"]
+if TYPE_CHECKING:
+    import jinja2
+
+__all__ = ["check_can_report", "environment_of_templates", "render", "write"]
 
 _NARROW, _WIDE = 4.8, 10.2  # inches of the time line on a phone and on a screen
 
@@ -29,24 +32,55 @@ def check_can_report(path: Path) -> None:
 
     """
     missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
-    if missing:
+    if missing and path.suffix != ".json":
         raise ModuleNotFoundError(
-            f"`report=...` needs `{missing[0]}`, which is not installed: pip install 'lightning-commopt[report]'."
+            f"`report=...` needs `{missing[0]}`, which is not installed: pip install 'lightning-commopt[report]'. "
+            "A file that ends in `.json` needs nothing: `commopt report` makes the page from it elsewhere."
         )
     if path.is_dir():
         raise ValueError(f"`report={str(path)!r}` is a folder: name a file, such as `{path / 'commopt-report.html'}`.")
 
 
 def write(path: Path, content: ReportContent) -> None:
-    """Write a report, the whole file at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(render(content), encoding="utf-8")
-    beside.replace(path)
+    """Write a report, the whole file at once, and the run that it was made from beside it.
+
+    Args:
+        path: The page; the run is ``report.json`` beside ``report.html``. A path that ends so gets the run alone.
+        content: What to write.
+
+    """
+    write_run(path.with_suffix(".json"), content)
+    if path.suffix != ".json":
+        write_atomically(path, render(content))
 
 
 def render(content: ReportContent) -> str:
     """Return the page as HTML."""
+    summary, recorded = content.summary, content.recorded
+    return (
+        environment_of_templates()
+        .get_template("page.html")
+        .render(
+            verdict=summary.advice,
+            summary=summary,
+            table=rows(summary),
+            values=_values(summary),
+            content=content,
+            most_ranks=charts.MOST_RANKS,
+            most_recorded=MOST_RANKS,
+            ranks=list(enumerate(summary.by_rank)),
+            rank_fields=[field.name for field in fields(RankTimes)],
+            interval_fields=[field.name for field in fields(Interval)],
+            buckets=recorded.buckets() if recorded is not None else [],
+            bucket_fields=[field.name for field in fields(BucketTimes)],
+            labels={kind: look.label for kind, look in LOOKS.items()},
+            charts=_charts(content),
+        )
+    )
+
+
+def environment_of_templates() -> "jinja2.Environment":
+    """Return what renders the pages of this folder."""
     import jinja2
 
     templates = jinja2.Environment(
@@ -57,23 +91,7 @@ def render(content: ReportContent) -> str:
         undefined=jinja2.StrictUndefined,
     )
     templates.filters["number"] = number
-    summary, recorded = content.summary, content.recorded
-    return templates.get_template("page.html").render(
-        verdict=summary.advice,
-        summary=summary,
-        table=rows(summary),
-        values=_values(summary),
-        content=content,
-        most_ranks=charts.MOST_RANKS,
-        most_recorded=MOST_RANKS,
-        ranks=list(enumerate(summary.by_rank)),
-        rank_fields=[field.name for field in fields(RankTimes)],
-        interval_fields=[field.name for field in fields(Interval)],
-        buckets=recorded.buckets() if recorded is not None else [],
-        bucket_fields=[field.name for field in fields(BucketTimes)],
-        labels={kind: look.label for kind, look in LOOKS.items()},
-        charts=_charts(content),
-    )
+    return templates
 
 
 def number(value: Any) -> str:

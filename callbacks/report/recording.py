@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_commopt.callbacks.monitor.averages import WARM_UP_STEPS, StepAverages
 from lightning_commopt.callbacks.monitor.fit_measurement import FitMeasurement
 from lightning_commopt.callbacks.monitor.summary import CommSummary
-from lightning_commopt.callbacks.report.content import RecordedSteps, ReportContent
+from lightning_commopt.callbacks.report.content import Measured, RecordedSteps, ReportContent
 from lightning_commopt.callbacks.report.environment import environment, place_of
 from lightning_commopt.callbacks.report.history import History, Interval
 from lightning_commopt.callbacks.report.page import write
@@ -87,6 +87,7 @@ class ReportRecording:
             explanation=strategy.explain() if hasattr(strategy, "explain") else "",
             decisions=tuple(getattr(strategy, "decisions", ())),
             environment=tuple(environment(self._trainer, [place for _, place in ranks])),
+            measured=self._measured(summary),
         )
 
     def write(self) -> None:
@@ -99,6 +100,21 @@ class ReportRecording:
             rank_zero_warn(f"`CommMonitor` could not write its report: {type(error).__name__}: {error}")
         else:
             rank_zero_info(f"CommMonitor: the report is in {self.path.resolve()}")
+
+    def _measured(self, summary: CommSummary) -> Measured:
+        """Return what there is for predictions, besides the summary."""
+        parameters = [p for p in self._trainer.lightning_module.parameters() if p.requires_grad]
+        rate, step_ms = summary.samples_per_s_per_rank, summary.step_ms
+        auto = getattr(self._trainer.strategy, "_auto", None)
+        measurements = None if auto is None or auto.tuner is None else auto.tuner.measurements
+        return Measured(
+            numels=tuple(p.numel() for p in parameters),
+            gradient_bytes=sum(p.nbytes for p in parameters),
+            samples=None if rate is None or step_ms is None else rate * step_ms * 1e-3,
+            link=None if measurements is None else measurements.link,
+            profile=None if measurements is None else measurements.compute,
+            codecs=() if measurements is None else tuple(measurements.codecs.items()),
+        )
 
     def _add_loss(self, outputs: Any) -> None:
         """Add up losses where they are; nobody waits for the device. Lightning has divided by the batches of a step."""

@@ -16,7 +16,7 @@ class Traffic:
         payload: Encoded gradients.
         exact: Gradients that travel exactly (norms, biases, small tensors).
         header: Flags of each parameter, and padding.
-        inside_node: Everything that travels in full precision inside a node, where the exchange is hierarchical.
+        inside_node: Everything that travels inside a node, where the exchange is hierarchical or the model is sharded.
 
     """
 

@@ -266,11 +266,15 @@ class GradientPath:
         self.termination.round_done(self._first_flags)
         for kept in self._buckets.values():
             kept.round_done()
+        self._keep_results()
+        if self._usage is not None:
+            self._usage.forget()
+
+    def _keep_results(self) -> None:
+        """Remember which gradients a backward left, to see whether they are changed before the next one."""
         if self.shadow:
             results = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
             self._results = {name: (weakref.ref(g), g._version) for name, g in results.items()}
-        if self._usage is not None:
-            self._usage.forget()
 
     def _why_not_called(self) -> str:
         """Tell a model of which a part was not used from one of which nothing was."""
@@ -320,6 +324,11 @@ class GradientPath:
     def world(self) -> int:
         """Ranks over which gradients are averaged."""
         return self.transport.world * (1 if self.node is None else self.node.transport.world)
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether a checkpoint without this rank's residuals would lose something."""
+        return self.method.error_feedback
 
     @property
     def shards(self) -> int:

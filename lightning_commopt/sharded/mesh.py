@@ -3,12 +3,17 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import override
+
+from lightning_commopt.routes import ControlGroup
+from lightning_commopt.sharded.parameters import sharded_modules
 
 __all__ = ["REPLICATE", "SHARD", "HybridMesh"]
 
@@ -19,6 +24,10 @@ REPLICATE, SHARD = "replicate", "shard"
 class HybridMesh(ModelParallelStrategy):
     """Sets up a mesh ``("replicate", "shard")`` and a module that need not override `configure_model`."""
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._replica_control: tuple[object, ControlGroup] | None = None
+
     def _shard_size(self) -> int:
         """Ranks over which parameters are sharded; the process group exists."""
         raise NotImplementedError
@@ -26,6 +35,13 @@ class HybridMesh(ModelParallelStrategy):
     def _shard(self) -> None:
         """Shard the module, if it is not."""
         raise NotImplementedError
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._launcher is None:  # torchrun starts the processes; ours are guarded by their launcher all the same
+            assert self.cluster_environment is not None
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @property
     @override
@@ -52,6 +68,20 @@ class HybridMesh(ModelParallelStrategy):
         """The ranks with this rank's shard, one a node."""
         return self.device_mesh[REPLICATE]
 
+    @property
+    def replicas(self) -> int:
+        """Copies of the model, one a node."""
+        return self.replica_mesh.size()
+
+    @property
+    def _replicas_control(self) -> ControlGroup:
+        """The control group of the ranks with this rank's shard."""
+        world = dist.group.WORLD
+        if self._replica_control is None or self._replica_control[0] is not world:
+            parts = self.device_mesh.mesh.t().tolist()
+            self._replica_control = (world, ControlGroup(self._timeout, parts))
+        return self._replica_control[1]
+
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.model is not None
@@ -67,3 +97,28 @@ class HybridMesh(ModelParallelStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._reshard()
+
+    @override
+    def on_test_end(self) -> None:
+        super().on_test_end()
+        self._reshard()
+
+    @override
+    def on_predict_end(self) -> None:
+        super().on_predict_end()
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Free parameters that FSDP2 keeps gathered for a backward, which does not follow."""
+        if self.lightning_module is not None:
+            for module in sharded_modules(self.lightning_module):
+                module.reshard()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | dict.fromkeys(("_device_mesh", "_replica_control"))

@@ -10,7 +10,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-__all__ = ["ShardGroup", "ShardGroups", "ShardedParameter", "send_from_first", "sharded_modules"]
+from lightning_commopt.compression import Compression
+
+__all__ = [
+    "ShardGroup",
+    "ShardGroups",
+    "ShardedParameter",
+    "begin_alike",
+    "reduce_unused",
+    "send_from_first",
+    "sharded_modules",
+]
 
 
 class ShardedParameter:
@@ -26,6 +36,7 @@ class ShardedParameter:
         self.name = name
         self._managed = managed
         self.shape = torch.Size(managed.padded_sharded_param_size)
+        self.whole_shape = torch.Size(managed._orig_size)
         self.dtype: torch.dtype = managed.sharded_param.dtype
 
     def numel(self) -> int:
@@ -42,6 +53,15 @@ class ShardedParameter:
     def requires_grad(self) -> bool:
         """Whether it is trained now."""
         return self.tensor.requires_grad
+
+    def travels_exactly(self, method: Compression) -> bool:
+        """Whether the parameter is sent inside a node as it is; float64 is, since payloads are made of fp32."""
+        return method.travels_exactly(self.whole_shape) or self.dtype == torch.float64
+
+    @property
+    def extended(self) -> bool:
+        """Whether it encodes itself for an all-gather."""
+        return hasattr(self._managed._sharded_local_tensor, "fsdp_pre_all_gather")
 
     @property
     def shard_dim(self) -> int:
@@ -131,6 +151,30 @@ def send_from_first(tensor: Tensor, group: dist.ProcessGroup | None = None) -> N
     dist.broadcast(sent, group_src=0, group=group)
     if sent.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(sent)
+
+
+def begin_alike(module: nn.Module, replicas: dist.ProcessGroup) -> None:
+    """Give all replicas the parameters of the first, and all ranks the buffers of rank 0. A collective.
+
+    Args:
+        module: It is sharded.
+        replicas: The ranks with this rank's shard.
+
+    """
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            send_from_first(parameter.detach().to_local(), replicas)
+        else:
+            send_from_first(parameter)
+    for buffer in module.buffers():
+        send_from_first(buffer)
+
+
+def reduce_unused(module: nn.Module) -> None:
+    """Let parameters without a gradient be reduced as zeros, where this torch can."""
+    for sharded in sharded_modules(module):
+        if hasattr(sharded, "set_reduce_scatter_unused_params"):
+            sharded.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def _managed_groups(module: nn.Module) -> Iterator[Any]:

@@ -1,18 +1,21 @@
 """The path of a gradient from FSDP2's reduce-scatter to the mean over replicas."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn import Parameter
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commopt.compression import Compression
 from lightning_commopt.compression.pending import Parts
-from lightning_commopt.routes import GradientPath
+from lightning_commopt.routes import ControlGroup, GradientPath
+from lightning_commopt.sharded.inside import SCATTER_STATE, InsideNode
 from lightning_commopt.sharded.parameters import ShardedParameter, ShardGroup, ShardGroups
 
 __all__ = ["ShardedPath"]
@@ -57,6 +60,7 @@ class ShardedPath(GradientPath):
         replicas: The ranks with this rank's shard, one a node.
         shard: This rank's place among the shards.
         shards: Their number.
+        inside: What travels inside the node.
         **kwargs: As for :class:`GradientPath`.
 
     """
@@ -68,13 +72,16 @@ class ShardedPath(GradientPath):
         replicas: dist.ProcessGroup,
         shard: int,
         shards: int,
+        inside: InsideNode,
         **kwargs: Any,
     ) -> None:
         self.shard = shard
+        self.inside = inside
         self._shards = shards
         self.groups = groups
         self.deferred = False
         """Whether backward only adds to this rank's gradients, as in all but the last batch of a window."""
+        self._deferred_rounds = 0  # of this window
         super().__init__(cast(Mapping[str, Parameter], groups.trainable), method, replicas, **kwargs)
         for group in groups:
             group.managed._all_reduce_hook = partial(self._reduce, group)
@@ -104,8 +111,76 @@ class ShardedPath(GradientPath):
 
     def detach(self) -> None:
         """Take the hooks out of the module."""
+        self.inside.detach()
         for group in self.groups:
             group.managed._all_reduce_hook = None
+
+    # ---- rounds and steps -----------------------------------------------------------------------------------------
+
+    def begin_backward(self, deferred: bool, loss_scale: Callable[[], Tensor | None]) -> None:
+        """Prepare for a backward.
+
+        Args:
+            deferred: Whether replicas do not meet in it.
+            loss_scale: Tells the factor that its gradients carry, once it has begun.
+
+        """
+        self.deferred = deferred or not self.groups.synchronise
+        self.follow_trainable()
+        number = self.rounds + (self._deferred_rounds << 32)
+        self.inside.begin_round(number, loss_scale, self._thrown_away)
+        if not self.deferred:
+            self.begin_round(loss_scale)
+
+    def finish_backward(self) -> None:
+        """Check what a backward left behind."""
+        if self.deferred:
+            self._deferred_rounds += 1
+            self._keep_results()
+        else:
+            self.finish_round()
+            self._deferred_rounds = 0
+            self.inside.number_gathers(self.rounds)
+        self.inside.finish_round()
+
+    def somewhere_nonfinite(self, control: ControlGroup) -> bool:
+        """Whether some gradient was not finite in the last round, of whichever shard. A collective."""
+        count = torch.tensor([len(self.nonfinite_parameters())])
+        control.all_reduce(count)
+        return bool(count.item())
+
+    def names_of(self, optimizer: Optimizer) -> frozenset[str]:
+        """Return the names of an optimizer's parameters."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return frozenset(name for name, p in self.groups.parameters.items() if id(p.tensor) in own)
+
+    @override
+    def step_done(self, applied: bool | Tensor, names: frozenset[str] | None = None) -> None:
+        if isinstance(applied, Tensor) and self.device.type == "cpu":
+            applied = bool(applied.item())
+        self.inside.step_done(applied, names)
+        super().step_done(applied, names)
+
+    @override
+    def clear_nonfinite(self) -> None:
+        super().clear_nonfinite()
+        self.inside.clear_nonfinite()
+
+    @override
+    def resume(self, rounds: int, applied_steps: int) -> None:
+        super().resume(rounds, applied_steps)
+        self.inside.number_gathers(rounds)
+
+    # ---- state and statistics -------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def keeps_residuals(self) -> bool:
+        return self.method.error_feedback or self.inside.keeps_residuals
+
+    @override
+    def expected_memory_bytes(self, largest_bucket: int) -> int:
+        return super().expected_memory_bytes(largest_bucket) + self.inside.expected_memory_bytes(self.groups)
 
     @property
     @override
@@ -134,11 +209,17 @@ class ShardedPath(GradientPath):
 
     @override
     def state(self) -> dict[str, Parts]:
+        return self._replica_state() | self.inside.state()
+
+    def _replica_state(self) -> dict[str, Parts]:
         return {kind: self._moved(kind, parts, 1) for kind, parts in super().state().items()}
 
     @override
     def load_state(self, state: Mapping[str, Parts]) -> None:
-        mine = {kind: self._moved(kind, parts, -1) for kind, parts in state.items()}
+        left = self.inside.load_state(state)
+        if not self.method.error_feedback:
+            left = {kind: parts for kind, parts in left.items() if kind not in _BY_ELEMENT}
+        mine = {kind: self._moved(kind, parts, -1) for kind, parts in left.items()}
         super().load_state({kind: self._cut(parts) if kind in _BY_ELEMENT else parts for kind, parts in mine.items()})
 
     def _cut(self, parts: Parts) -> Parts:
@@ -155,11 +236,13 @@ class ShardedPath(GradientPath):
         trainable = self.groups.trainable
         if trainable.keys() != self.parameters.keys():
             self.follow(cast(Mapping[str, Parameter], trainable))
+            self.inside.follow()
 
     @override
     def follow(self, parameters: Mapping[str, Parameter]) -> None:
         super().follow(parameters)
-        self._loaded = {kind: self._moved(kind, parts, -1) for kind, parts in self._loaded.items()}
+        mine = {kind: parts for kind, parts in self._loaded.items() if kind != SCATTER_STATE}
+        self._loaded = {kind: self._moved(kind, parts, -1) for kind, parts in mine.items()}
 
     def _moved(self, kind: str, parts: Parts, sign: int) -> Parts:
         """Return parts with their places counted from the parameter's first element (sign 1), or the shard's (-1)."""

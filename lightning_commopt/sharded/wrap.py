@@ -9,9 +9,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from lightning_commopt.sharded.parameters import send_from_first
+from lightning_commopt.sharded.parameters import send_from_first, sharded_modules
 
-__all__ = ["Wrap", "announce_backward", "gather_again", "mixed_precision", "shard_automatically", "sharded_by_us"]
+__all__ = [
+    "Wrap",
+    "announce_backward",
+    "gather_again",
+    "mixed_precision",
+    "shard_automatically",
+    "shard_unless_sharded",
+    "sharded_by_us",
+]
 
 Wrap = Sequence[type[nn.Module] | str] | int | None
 """Classes of modules (or their names), or the smallest number of parameters of a group, or None for a million."""
@@ -38,6 +46,19 @@ def mixed_precision(precision: str) -> MixedPrecisionPolicy:
 def sharded_by_us(module: nn.Module) -> bool:
     """Whether :func:`shard_automatically` has seen the module."""
     return module in _ours
+
+
+def shard_unless_sharded(module: nn.Module, mesh: DeviceMesh, wrap: Wrap, precision: str) -> None:
+    """Shard a LightningModule whose `configure_model` did not; arguments as for :func:`shard_automatically`.
+
+    Raises:
+        ValueError: It did, and ``wrap`` is given, too.
+
+    """
+    if not sharded_modules(module):
+        shard_automatically(module, mesh, wrap, precision)
+    elif wrap is not None and not sharded_by_us(module):
+        raise ValueError("`wrap` has no effect, since `configure_model` shards the module: leave one of them out.")
 
 
 def shard_automatically(module: nn.Module, mesh: DeviceMesh, wrap: Wrap, precision: str) -> None:

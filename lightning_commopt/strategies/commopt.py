@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Module
@@ -42,6 +43,7 @@ from lightning_commopt.strategies.residual_checkpoint import ResidualCheckpoint,
 from lightning_commopt.strategies.rewrap import Trainable, wrap_again_if_changed
 from lightning_commopt.strategies.short_window import ShortWindow
 from lightning_commopt.strategies.sigterm import Sigterm
+from lightning_commopt.strategies.told_step import told_step
 from lightning_commopt.tuning import AutoPolicy
 from lightning_commopt.uneven import Uneven, UnevenBatches
 
@@ -289,19 +291,14 @@ class CommOptStrategy(FailTogetherDDP):
         if path is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         names = self._parameters_of(optimizer)
-        if self._steps is None and self.nonfinite == "skip":
-            loss = closure()
-            bad = [name for name in self._nonfinite_names(path) if names is None or name in names]
-            if bad:
-                rank_zero_warn(
-                    f"The gradient of `{bad[0]}` is not finite: this optimizer step is skipped on all ranks."
-                )
-                path.step_done(False, names)
-                return loss
-            closure = lambda: loss  # noqa: E731 - it has run
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        path.step_done(True if self._steps is None else self._steps.applied(optimizer), names)
-        return output
+        why_skip = partial(self._why_skip, path, names) if self._steps is None and self.nonfinite == "skip" else None
+        step = partial(super().optimizer_step, model=model, **kwargs)
+        return told_step(step, optimizer, closure, path, names, scaled=self._steps, why_skip=why_skip)
+
+    def _why_skip(self, path: GradientPath, names: frozenset[str] | None) -> str:
+        """Return why a step of an optimizer's parameters is skipped; empty where it is not."""
+        bad = [name for name in self._nonfinite_names(path) if names is None or name in names]
+        return f"The gradient of `{bad[0]}` is not finite: this optimizer step is skipped on all ranks." if bad else ""
 
     def _raise_if_nonfinite(self, path: GradientPath) -> None:
         """End all ranks when the last round had a gradient that was not finite."""

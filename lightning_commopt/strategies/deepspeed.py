@@ -36,7 +36,7 @@ from lightning_commopt.zero.checks import (
     check_precision,
     check_version,
 )
-from lightning_commopt.zero.config import TrainerValues, merged, take_trainer_values
+from lightning_commopt.zero.config import TrainerValues, add_zero_plus_plus, merged, take_trainer_values
 from lightning_commopt.zero.exchange import ZeroExchange
 from lightning_commopt.zero.residual_files import load_residuals, save_residuals
 
@@ -57,7 +57,8 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         stage: 0: replicas. 1: optimizer states are sharded. 2: gradients too. 3: parameters too. None: as in
             ``config``, else 2.
         compression: ``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"onebit"``, one of these with options
-            (``Int8(block=128)``), or ``"zero++"``: DeepSpeed's own quantised weights and gradients (stage 3, CUDA).
+            (``Int8(block=128)``), or ``"zero++"``: DeepSpeed's own quantised weights and gradients, and
+            between several nodes its second copy of the weights in each (hpZ; stage 3, CUDA).
         start_step: Optimizer steps with dense gradients before the method begins. None: the method's own default.
         residuals: Whether what a round drops is added to the next one. That takes 4 bytes a parameter on every rank,
             which ZeRO does not shard. None: for methods of fewer than 8 bits, which need it.
@@ -96,8 +97,6 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         assert self.config is not None
         self.config = merged(self.config, self._user_config, _given(stage, kwargs))
         zero = self.config["zero_optimization"]
-        if self.zero_plus_plus:
-            zero.update(zero_quantized_weights=True, zero_quantized_gradients=True)
         if zero.get("offload_optimizer") and "optimizer" not in self.config:
             self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # its own is compiled for minutes at start
         check_config(self.config, self.compression, self.zero_plus_plus)
@@ -152,6 +151,8 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
     def setup_environment(self) -> None:
         assert self.config is not None
         check_device(self.config, self.root_device.type, self.zero_plus_plus)
+        if self.zero_plus_plus:
+            add_zero_plus_plus(self.config["zero_optimization"], self.num_processes, self.num_nodes)
         hpz = self.config["zero_optimization"].get("zero_hpz_partition_size", 1)
         if hpz > 1 and self.world_size % hpz:
             raise ValueError(
@@ -159,7 +160,8 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
             )
         if self.zero_plus_plus and self.num_nodes == 1:
             rank_zero_warn(
-                "`compression='zero++'` on one node: DeepSpeed quantises weights there, gradients between nodes only."
+                "`compression='zero++'` on one node: DeepSpeed quantises weights there, gradients between nodes only, "
+                "and hpZ would keep a second copy of all weights for nothing."
             )
         super().setup_environment()
 
@@ -185,7 +187,7 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         if self.world_size > 1 and not self.zero_plus_plus:
             self._exchange = ZeroExchange(self.compression, self.root_device, residuals=self.residuals)
             self._backend = GradientBackend(self._exchange, self.deepspeed_engine, self._is_dense)
-        rank_zero_info(f"{self.explain()}\nDeepSpeed config: {json.dumps(self.config, default=str)}")
+        rank_zero_info(self.explain())
 
     def _is_dense(self) -> bool:
         """Whether gradients of the running step travel as DeepSpeed sends them."""
@@ -196,6 +198,7 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward; sums of gradients in it take their path."""
+        kwargs.setdefault("scale_wrt_gas", False)  # Lightning has divided the loss by the accumulation already
         if self._backend is None or self._exchange is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         with self._backend.backward():
@@ -276,7 +279,10 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         return self._control.all_gather(self.comm_stats())
 
     def explain(self) -> str:
-        """Return what is in force, in one line."""
+        """Return what is in force in one line, and the merged DeepSpeed config in another."""
+        return f"{self._in_force()}\nDeepSpeed config: {json.dumps(self.config, default=str)}"
+
+    def _in_force(self) -> str:
         where = f"DeepSpeed ZeRO stage {self.stage} on {self.world_size} rank{'s' * (self.world_size > 1)}"
         if self.zero_plus_plus:
             return f"commopt: {where}, with its own quantised weights and gradients (ZeRO++)."

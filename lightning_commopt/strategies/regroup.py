@@ -8,10 +8,13 @@ from torch import Tensor
 from lightning_commopt.compression.pending import Parts
 from lightning_commopt.routes import ControlGroup, GradientPath
 
-__all__ = ["RankState", "mean_over_ranks", "regrouped", "whole"]
+__all__ = ["RESIDUALS", "RankState", "mean_over_ranks", "regrouped", "whole"]
+
+RESIDUALS = ("first", "second", "scatter")
+"""Kinds of state that are gradients not sent yet: to other nodes by senders and owners, and to a node's shards."""
 
 RankState = dict[str, Parts]
-"""One rank's state: residuals as ``"first"`` and ``"second"``, the method's own by its name."""
+"""One rank's state: residuals by their kind, the method's own by its name."""
 
 
 def regrouped(
@@ -22,7 +25,7 @@ def regrouped(
     The first-hop residual of rank ``r`` is that of old rank ``r mod W`` when the world grew to a multiple, the mean of
     old ranks ``i`` with ``i mod W' = r`` when it shrank to a divisor, else (and with a hierarchy) the mean of all.
     Second-hop residuals belong to owners that no longer exist: each is added to every rank's first-hop residual. The
-    method's own state is the same on all ranks and stays.
+    method's own state is the same on all ranks and stays. Every rank gets the mean of all residuals ``"scatter"``.
 
     Args:
         states: The old ranks' states.
@@ -46,19 +49,26 @@ def regrouped(
         _accumulate(total, state.get("first", {}), old_shards / len(sources))
     for state in states:
         _accumulate(total, state.get("second", {}), 1.0)
-    own = {kind: parts for kind, parts in states[0].items() if kind not in ("first", "second")}
-    return {"first": whole(total), "second": {}} | own
+    scatter: dict[str, Tensor] = {}
+    for state in states:
+        _accumulate(scatter, state.get("scatter", {}), 1 / old)
+    own = {kind: parts for kind, parts in states[0].items() if kind not in RESIDUALS}
+    return {"first": whole(total), "second": {}} | ({"scatter": whole(scatter)} if scatter else {}) | own
 
 
-def mean_over_ranks(state: RankState, path: GradientPath, control: ControlGroup) -> dict[str, Tensor]:
-    """Return the mean residual over ranks, second hop included, by parameter. A collective."""
+def mean_over_ranks(state: RankState, path: GradientPath, control: ControlGroup) -> dict[str, dict[str, Tensor]]:
+    """Return mean residuals over ranks by kind and parameter, those of owners added to senders'. A collective."""
     method, names = path.method, path.parameters.items()
-    total = {n: torch.zeros(path.whole_numel(n)) for n, p in names if not method.travels_exactly(p.shape)}
-    _accumulate(total, state.get("first", {}), path.shards / control.world)
-    _accumulate(total, state.get("second", {}), 1.0)
-    for tensor in total.values():
-        control.all_reduce(tensor)
-    return total
+    first = {n: torch.zeros(path.whole_numel(n)) for n, p in names if not method.travels_exactly(p.shape)}
+    if method.error_feedback:
+        _accumulate(first, state.get("first", {}), path.shards / control.world)
+        _accumulate(first, state.get("second", {}), 1.0)
+    scatter: dict[str, Tensor] = {}
+    _accumulate(scatter, state.get("scatter", {}), 1 / control.world)
+    for mean in (first, scatter):
+        for name in sorted(mean):
+            control.all_reduce(mean[name])
+    return {"first": first, "scatter": scatter}
 
 
 def whole(tensors: Mapping[str, Tensor]) -> Parts:

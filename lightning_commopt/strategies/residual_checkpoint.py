@@ -10,7 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_commopt.routes import ControlGroup, GradientPath
 from lightning_commopt.strategies.rank_files import KEY, RankFiles, folder_of, rank_file
-from lightning_commopt.strategies.regroup import RankState, mean_over_ranks, regrouped, whole
+from lightning_commopt.strategies.regroup import RESIDUALS, RankState, mean_over_ranks, regrouped, whole
 
 __all__ = ["KEY", "ResidualCheckpoint", "ResidualPolicy"]
 
@@ -53,12 +53,13 @@ class ResidualCheckpoint:
         """
         policy = self.policy or ("per_rank" if control.world <= _PER_RANK_UP_TO else "mean")
         entry = checkpoint[KEY] = self._entry(path, policy)
-        if policy == "drop" or not path.method.error_feedback:
+        if policy == "drop" or not path.keeps_residuals:
             return None
         state = path.state()
         if policy == "mean":
-            entry["mean"] = mean_over_ranks(state, path, control)
-            entry["method_state"] = {k: parts for k, parts in state.items() if k not in ("first", "second")}
+            means = mean_over_ranks(state, path, control)
+            entry["mean"], entry["mean_scatter"] = means["first"], means["scatter"]
+            entry["method_state"] = {k: parts for k, parts in state.items() if k not in RESIDUALS}
             return None
         if sum(control.all_gather(_nbytes(state))) <= _INLINE_BYTES:
             entry["residuals"] = control.gather(state)
@@ -73,7 +74,7 @@ class ResidualCheckpoint:
     def leave_out(self, checkpoint: dict[str, Any], path: GradientPath | None) -> None:
         """Add all but the residuals: after an exception other ranks may not be there to give theirs."""
         if path is not None and "optimizer_states" in checkpoint:
-            checkpoint[KEY] = self._entry(path, "drop") | {"left_out": path.method.error_feedback}
+            checkpoint[KEY] = self._entry(path, "drop") | {"left_out": path.keeps_residuals}
 
     def _entry(self, path: GradientPath, policy: ResidualPolicy) -> dict[str, Any]:
         return {
@@ -108,7 +109,7 @@ class ResidualCheckpoint:
             rank_zero_warn("The checkpoint was written without this strategy: residuals start at zero.")
             return
         path.resume(entry["rounds"], entry["applied_steps"])
-        if not path.method.error_feedback:
+        if not path.keeps_residuals:
             _say_dropped(entry, f"method `{path.method.name}` keeps none")
             return
         if entry.get("left_out"):
@@ -117,9 +118,10 @@ class ResidualCheckpoint:
                 "residuals: they start at zero."
             )
             return
-        same = entry["world"] == control.world and entry["method"] == self.signature
+        same = (entry["world"], entry["method"]) == (control.world, self.signature) and entry["shards"] == path.shards
         if "mean" in entry:
-            path.load_state({"first": whole(entry["mean"])} | entry["method_state"])
+            scatter = {"scatter": whole(mean)} if (mean := entry.get("mean_scatter")) else {}
+            path.load_state({"first": whole(entry["mean"])} | scatter | entry["method_state"])
             return
         states = self._read(filepath, entry, control, io, [control.rank] if same else list(range(entry["world"])))
         if states is None:

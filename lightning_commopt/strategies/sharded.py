@@ -3,27 +3,26 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commopt.compression import Compression, method_named
+from lightning_commopt.compression import Compression, Uncompressed, method_named
 from lightning_commopt.failure import FailTogether
 from lightning_commopt.measure import CommStats
-from lightning_commopt.routes import ControlGroup, Hierarchy, discover
-from lightning_commopt.sharded import HybridMesh, ShardedPath, ShardGroups, Wrap, shard_automatically
-from lightning_commopt.sharded.parameters import send_from_first, sharded_modules
-from lightning_commopt.sharded.wrap import announce_backward, gather_again, sharded_by_us
+from lightning_commopt.routes import Hierarchy, discover
+from lightning_commopt.sharded import HybridMesh, InsideNode, ShardedPath, ShardGroups, Wrap
+from lightning_commopt.sharded.codecs import GATHER, SCATTER, check_inside, codec_inside
+from lightning_commopt.sharded.parameters import begin_alike, reduce_unused
+from lightning_commopt.sharded.wrap import announce_backward, gather_again, shard_unless_sharded, sharded_by_us
 from lightning_commopt.strategies.applied_steps import AppliedSteps
 from lightning_commopt.strategies.elastic import join_restarted
 from lightning_commopt.strategies.nccl import NcclOptions, nccl_variables, set_nccl_variables
@@ -40,6 +39,7 @@ from lightning_commopt.strategies.sharded_checks import (
     sharded_fingerprint,
 )
 from lightning_commopt.strategies.short_window import ShortWindow
+from lightning_commopt.strategies.told_step import told_step
 from lightning_commopt.uneven import UnevenBatches
 
 __all__ = ["CommOptShardedStrategy"]
@@ -49,8 +49,9 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
     """Hybrid sharded data parallel (FSDP2): shards inside a node, compressed gradient exchange between nodes.
 
     Each node holds one replica of the model. Its ranks share parameters, gradients and optimizer state, which FSDP2
-    gathers and reduces over the links of the node, uncompressed. Ranks with the same shard then exchange its gradient
-    between nodes, by the methods and routes of :class:`CommOptStrategy`, once an optimizer step.
+    gathers and reduces over the links of the node, in full precision or encoded (``shard_gather``, ``shard_scatter``).
+    Ranks with the same shard then exchange its gradient between nodes, by the methods and routes of
+    :class:`CommOptStrategy`, once an optimizer step.
 
     The LightningModule stays as it is, and is sharded by ``wrap``. Or its `configure_model` shards it, with
     ``fully_shard(module, mesh=self.device_mesh["shard"])``. Buffers (such as those of batch norms) begin alike and are
@@ -61,6 +62,12 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         wrap: What FSDP2 gathers and reduces at once: a list of module classes (or their names, such as
             ``["TransformerBlock"]``), or the smallest number of parameters that make a module a group. None for a
             million. What is left over is one group.
+        shard_gather: How matrices are encoded when the ranks of a node gather parameters: ``"bf16"``, ``"int8"``, or
+            with options (``Int8(block=64, stochastic=True)``). The optimizer's shards keep all their bits; forward and
+            backward, also of a validation, see what was sent. None: not at all.
+        shard_scatter: How matrices are encoded when the ranks of a node reduce gradients: ``"bf16"``, ``"int8"``,
+            ``"int4"``, or with options; from the first step on. The last two keep a residual, which is fp32 memory for
+            the *whole* model on every rank, twice where a step may be skipped. None: not at all.
         hierarchy: ``"auto"``: the ranks of a node share a replica. A number: so many consecutive ranks do.
         sync: When replicas meet: ``"every_step"``.
         start_step: As in :class:`CommOptStrategy`.
@@ -86,6 +93,8 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         compression: Compression | str = "bf16",
         wrap: Wrap = None,
         *,
+        shard_gather: Compression | str | None = None,
+        shard_scatter: Compression | str | None = None,
         hierarchy: Hierarchy = "auto",
         sync: str = "every_step",
         start_step: int | None = None,
@@ -108,18 +117,22 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         self.sync = sync
         self.nccl = nccl_variables(nccl)
         self.start_step = self.compression.default_start_step if start_step is None else start_step
-        self.nonfinite: Nonfinite = nonfinite or ("error" if self.compression.error_feedback else "propagate")
+        self.shard_gather = codec_inside("shard_gather", shard_gather, GATHER)
+        self.shard_scatter = codec_inside("shard_scatter", shard_scatter, SCATTER)
+        self._keeps_residuals = any(m and m.error_feedback for m in (self.compression, self.shard_scatter))
+        self.nonfinite: Nonfinite = nonfinite or ("error" if self._keeps_residuals else "propagate")
         self.true_mean = true_mean
         self.stall_timeout = stall_timeout
         check_sharded_options(self, start_step, nonfinite, uneven)
         self._short_window = ShortWindow(true_mean)
         self._uneven = UnevenBatches(uneven)
-        self._checkpoint = ResidualCheckpoint(residuals, repr(self.compression))
+        inside = "" if self.shard_scatter is None else f", inside nodes {self.shard_scatter!r}"
+        self._checkpoint = ResidualCheckpoint(residuals, f"{self.compression!r}{inside}")
         self._path: ShardedPath | None = None
         self._shards: ShardGroups | None = None
         self._steps: AppliedSteps | None = None
+        self._inside: InsideNode | None = None  # where there is no path
         self._deferred = False
-        self._replica_control: tuple[object, ControlGroup] | None = None
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
@@ -143,7 +156,7 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            self._path = self._steps = None
+            self._path = self._steps = self._inside = None
         if self.world_size > 1:
             self._uneven.attach(trainer, self._control)
         self._reshard()
@@ -152,67 +165,45 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         self._control.compare(sharded_fingerprint(self, module))
         super().setup(trainer)
         self._shards = ShardGroups(module)
-        check_groups(module, self._shards, self.shard_mesh, self.compression.error_feedback)
-        self._begin_alike(module)
-        if not fitting:
+        check_groups(module, self._shards, self.shard_mesh, self._keeps_residuals)
+        check_inside(self._shards, self.shard_gather, self.shard_scatter)
+        begin_alike(module, self.replica_mesh.get_group())
+        if not fitting:  # evaluation computes with what training does
+            self._inside = InsideNode(self._shards, self.shard_mesh.get_group(), self.root_device, self.shard_gather)
             return
         check_optimizers(self)
         if self.replicas > 1:
             warn_of_mixed_devices(self._control.all_gather(device_name(self.root_device)))
-            self._make_path(module, self._shards)
+        self._make_path(module, self._shards)
         rank_zero_info(self.explain())
 
     @override
     def _shard(self) -> None:
         module = self.lightning_module
         assert module is not None
-        if not sharded_modules(module):
-            shard_automatically(module, self.shard_mesh, self.wrap, self.precision_plugin.precision)
-        elif self.wrap is not None and not sharded_by_us(module):
-            raise ValueError("`wrap` has no effect, since `configure_model` shards the module: leave one of them out.")
-
-    def _begin_alike(self, module: Module) -> None:
-        """Give all replicas the parameters of the first, and all ranks the buffers of rank 0."""
-        for parameter in module.parameters():
-            if isinstance(parameter, DTensor):
-                send_from_first(parameter.detach().to_local(), self.replica_mesh.get_group())
-            else:
-                send_from_first(parameter)
-        for buffer in module.buffers():
-            send_from_first(buffer)
+        shard_unless_sharded(module, self.shard_mesh, self.wrap, self.precision_plugin.precision)
 
     def _make_path(self, module: "pl.LightningModule", shards: ShardGroups) -> None:
-        """Let the gradients of each group of FSDP2 take our path between replicas."""
+        """Let the gradients of each group of FSDP2 take our path, where there is one to take."""
+        if self.replicas == 1 and self.shard_scatter is None:
+            self._inside = InsideNode(shards, self.shard_mesh.get_group(), self.root_device, self.shard_gather)
+            return
         scaler = getattr(self.precision_plugin, "scaler", None)
         self._steps = AppliedSteps(scaler) if scaler is not None and scaler.is_enabled() else None
-        may_skip = self._steps is not None or self.nonfinite in ("skip", "propagate")
-        for sharded in sharded_modules(module):
-            if hasattr(sharded, "set_reduce_scatter_unused_params"):
-                sharded.set_reduce_scatter_unused_params(True, recurse=False)
+        shadow = self._steps is not None or self.nonfinite in ("skip", "propagate") or not module.automatic_optimization
+        reduce_unused(module)
+        group, inside = self.shard_mesh.get_group(), (self.shard_gather, self.shard_scatter)
         self._path = ShardedPath(
             shards,
-            self.compression,
+            self.compression if self.replicas > 1 else Uncompressed(),
             self.replica_mesh.get_group(),
             self.shard_mesh.get_local_rank(),
             self.shard_mesh.size(),
+            InsideNode(shards, group, self.root_device, *inside, shadow=shadow),
             device=self.root_device,
-            start_step=self.start_step,
-            shadow=may_skip or not module.automatic_optimization,
+            start_step=self.start_step if self.replicas > 1 else 0,
+            shadow=shadow,
         )
-
-    @property
-    def replicas(self) -> int:
-        """Copies of the model, one a node."""
-        return self.replica_mesh.size()
-
-    @property
-    def _replicas_control(self) -> ControlGroup:
-        """The control group of the ranks with this rank's shard."""
-        world = dist.group.WORLD
-        if self._replica_control is None or self._replica_control[0] is not world:
-            parts = self.device_mesh.mesh.t().tolist()
-            self._replica_control = (world, ControlGroup(self._timeout, parts))
-        return self._replica_control[1]
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -250,22 +241,13 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         path = self._path
         if path is None:
             return super().backward(loss, optimizer, *args, **kwargs)
-        path.deferred = self._deferred or not path.groups.synchronise
-        if path.deferred:
-            return super().backward(loss, optimizer, *args, **kwargs)
-        path.follow_trainable()
-        path.begin_round(lambda: None if self._steps is None else self._steps.loss_scale)
+        path.begin_backward(self._deferred, lambda: None if self._steps is None else self._steps.loss_scale)
         loss = super().backward(loss, optimizer, *args, **kwargs)
-        path.finish_round()
-        if self._steps is None and self.nonfinite == "error" and self._somewhere_nonfinite(path):
+        path.finish_backward()
+        checks = not path.deferred and self._steps is None and self.nonfinite == "error"
+        if checks and path.somewhere_nonfinite(self._control):
             raise_named(path, self._control)
         return loss
-
-    def _somewhere_nonfinite(self, path: ShardedPath) -> bool:
-        """Whether some gradient was not finite in the last round, of whichever shard."""
-        count = torch.tensor([len(path.nonfinite_parameters())])
-        self._control.all_reduce(count)
-        return bool(count.item())
 
     @override
     def optimizer_step(
@@ -292,17 +274,15 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         path = self._path
         if path is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        names = self._parameters_of(optimizer)
-        if self._steps is None and self.nonfinite == "skip":
-            loss = closure()
-            if self._somewhere_nonfinite(path):
-                rank_zero_warn("A gradient is not finite: this optimizer step is skipped on all ranks.")
-                path.step_done(False, names)
-                return loss
-            closure = lambda: loss  # noqa: E731 - it has run
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        path.step_done(True if self._steps is None else self._steps.applied(optimizer), names)
-        return output
+        names = None if len(self.optimizers) == 1 else path.names_of(optimizer)
+        why_skip = partial(self._why_skip, path) if self._steps is None and self.nonfinite == "skip" else None
+        step = partial(super().optimizer_step, model=model, **kwargs)
+        return told_step(step, optimizer, closure, path, names, scaled=self._steps, why_skip=why_skip)
+
+    def _why_skip(self, path: ShardedPath) -> str:
+        """Return why a step is skipped; empty where it is not."""
+        bad = path.somewhere_nonfinite(self._control)
+        return "A gradient is not finite: this optimizer step is skipped on all ranks." if bad else ""
 
     @property
     def _inside_step(self) -> bool:
@@ -310,35 +290,6 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         module = self.lightning_module
         assert module is not None
         return not module.automatic_optimization and sharded_by_us(module)
-
-    def _parameters_of(self, optimizer: Optimizer) -> frozenset[str] | None:
-        """Names of an optimizer's parameters, None when it is the only one."""
-        if len(self.optimizers) == 1:
-            return None
-        assert self._path is not None
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return frozenset(name for name, p in self._path.groups.parameters.items() if id(p.tensor) in own)
-
-    @override
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        self._reshard()
-
-    @override
-    def on_test_end(self) -> None:
-        super().on_test_end()
-        self._reshard()
-
-    @override
-    def on_predict_end(self) -> None:
-        super().on_predict_end()
-        self._reshard()
-
-    def _reshard(self) -> None:
-        """Free parameters that FSDP2 keeps gathered for a backward, which does not follow."""
-        if self.lightning_module is not None:
-            for module in sharded_modules(self.lightning_module):
-                module.reshard()
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -377,8 +328,11 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
     # ---- what happened --------------------------------------------------------------------------------------------
 
     def comm_stats(self) -> CommStats:
-        """Return what this rank exchanged with other replicas since the fit began. Not a collective."""
-        return CommStats(method="none", world_size=self.world_size) if self._path is None else self._path.stats()
+        """Return what this rank sent since the fit began, inside its node and between replicas. Not a collective."""
+        path = self._path
+        stats = CommStats(method="none", world_size=self.world_size) if path is None else path.stats()
+        inside = self._inside if path is None else path.inside
+        return stats if inside is None else inside.added_to(stats)
 
     def gather_comm_stats(self) -> list[CommStats]:
         """Return every rank's :meth:`comm_stats`, waiting told from transfer. A collective: call it on all ranks."""
@@ -392,7 +346,7 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        runtime = ("_path", "_shards", "_steps", "_device_mesh", "_replica_control")
+        runtime = ("_path", "_shards", "_steps", "_inside")
         return super().__getstate__() | dict.fromkeys(runtime)
 
     def __repr__(self) -> str:
@@ -404,6 +358,8 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         if self._path is not None:
             self._path.detach()
             self._path.close()
+        if self._inside is not None:
+            self._inside.detach()
         if self._steps is not None:
             self._steps.close()
         super().teardown()

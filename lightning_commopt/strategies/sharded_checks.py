@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_commopt.compression import Uncompressed
 from lightning_commopt.routes import Topology
-from lightning_commopt.sharded.parameters import ShardGroups
+from lightning_commopt.sharded import ShardedPath, ShardGroups
 from lightning_commopt.strategies.explain import KERNELS, ROUTES
 from lightning_commopt.strategies.nonfinite import Nonfinite
 from lightning_commopt.strategies.preflight import check_stall_timeout, versions
@@ -77,7 +77,7 @@ def refuse_sizes(options: Mapping[str, object]) -> None:
 
     """
     for option in ("data_parallel_size", "tensor_parallel_size"):
-        if option in options:
+        if options.get(option, "auto") != "auto":  # LightningCLI passes defaults on
             raise ValueError(
                 f"`{option}={options[option]!r}`: replicas and shards follow from the nodes. Use `hierarchy=...` for "
                 "the number of ranks that share a replica, or Lightning's `ModelParallelStrategy` for tensors."
@@ -170,6 +170,8 @@ def sharded_fingerprint(strategy: "CommOptShardedStrategy", module: nn.Module) -
         "compression": repr(strategy.compression),
         "hierarchy": str(strategy.hierarchy),
         "wrap": str(strategy.wrap),
+        "shard_gather": repr(strategy.shard_gather),
+        "shard_scatter": repr(strategy.shard_scatter),
         "start_step": str(strategy.start_step),
         "nonfinite": strategy.nonfinite,
         "residuals": str(strategy._checkpoint.policy),
@@ -188,16 +190,23 @@ def explain_sharded(strategy: "CommOptShardedStrategy") -> str:
     """Return one line: how the model is sharded, the method between replicas, the route, the codec, and the memory."""
     method, shards, replicas = strategy.compression, strategy.shard_mesh.size(), strategy.replicas
     sharded = f"commopt: FSDP2 over {shards} rank{'s' * (shards > 1)} of a node"
-    if replicas == 1:
-        return f"{sharded}; method `{method.name}` is not active: there is one replica."
     path = strategy._path
+    for words, codec in (("parameters", strategy.shard_gather), ("gradients", strategy.shard_scatter)):
+        sharded += "" if codec is None else f", {words} by `{codec!r}`"
+    if replicas == 1:
+        memory = "" if path is None else f"; extra memory about {_memory_mb(path):.1f} MB a rank"
+        return f"{sharded}; method `{method.name}` is not active: there is one replica{memory}."
     if path is None:
         return f"{sharded}; method `{method!r}` will be in force between {replicas} replicas during fit."
     dense = f", after {path.start_step} dense steps" if path.start_step else ", from the first step"
-    largest = max(sum(p.numel() for p in group.parameters) for group in path.groups)
     nonfinite = "the gradient scaler skips the step" if strategy._steps is not None else strategy.nonfinite
     return (
         f"{sharded}, {len(path.groups.groups)} groups; method `{method!r}` is in force between {replicas} replicas"
         f"{dense}; route {ROUTES[type(path.route)]}; {KERNELS[path.kernels]}; non-finite gradients: {nonfinite}; "
-        f"extra memory about {path.expected_memory_bytes(largest) / 1e6:.1f} MB a rank."
+        f"extra memory about {_memory_mb(path):.1f} MB a rank."
     )
+
+
+def _memory_mb(path: ShardedPath) -> float:
+    largest = max(sum(p.numel() for p in group.parameters) for group in path.groups)
+    return path.expected_memory_bytes(largest) / 1e6

@@ -13,7 +13,7 @@ from lightning_commopt.routes.transport import Transport, transport_for
 from lightning_commopt.tuning.beside import Computing
 from lightning_commopt.tuning.links import Channel, Link
 
-__all__ = ["probe_link"]
+__all__ = ["probe_link", "wait_for_device"]
 
 _FIRST_BYTES, _LAST_BYTES = 1 << 16, 1 << 24
 _LONG_S = 0.03  # a message that takes this long is long enough to tell the rate
@@ -83,7 +83,7 @@ def _all_reduce(group: dist.ProcessGroup, device: torch.device) -> _Way:
 
     def run(nbytes: int) -> None:
         dist.all_reduce(torch.zeros(max(1, nbytes // 4), device=device), group=group)
-        _wait(device)
+        wait_for_device(device)
 
     return _Way(run, lambda nbytes: 2 * (world - 1) / world * nbytes, 2 * (world - 1))
 
@@ -96,12 +96,13 @@ def _messages(group: dist.ProcessGroup, device: torch.device) -> _Way:
     def run(nbytes: int) -> None:
         send = torch.zeros(world, max(1, nbytes // max(1, world - 1)), dtype=torch.uint8, device=device)
         transport.all_to_all(send, torch.empty_like(send)).wait()
-        _wait(device)
+        wait_for_device(device)
 
     return _Way(run, float, 1)
 
 
-def _wait(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
+    """Wait until what was issued is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -74,7 +74,8 @@ class Measurements:
         self._policy, self._control, self._ways, self._device = policy, control, ways, device
         self._bucket_mb = bucket_mb
         self._free_bytes = free_bytes
-        self._codecs: dict[str, CodecCost] = {}
+        self.codecs: dict[str, CodecCost] = {}
+        """Of each method that may be taken, once there was something to win."""
         self._contention = 1.0
         self._calibration = 1.0  # exposed time of the dense steps, measured over predicted
 
@@ -111,7 +112,7 @@ class Measurements:
         mine = {word: probe_codec(method_named(word), self._device) for word in ("none", *self._policy.methods)}
         everyone = self._control.all_gather((contention, mine))
         self._contention = max(contention for contention, _ in everyone)
-        self._codecs = {word: _costliest([codecs[word] for _, codecs in everyone]) for word in mine}
+        self.codecs = {word: _costliest([codecs[word] for _, codecs in everyone]) for word in mine}
         assert self.compute is not None
         self.compute = replace(self.compute, contention=self._contention)
 
@@ -128,7 +129,7 @@ class Measurements:
             numels=numels,
             bucket_mbs=_BUCKET_MBS if fixed is None else (fixed,),
             own_bucket_mb=_OWN_BUCKET_MB if fixed is None else fixed,
-            codecs=self._codecs,
+            codecs=self.codecs,
             exact_fraction=exact / max(1, sum(numels)),
             too_large=self._too_large(sum(numels) - exact),
             overlapped=self._device.type == "cpu",

@@ -74,7 +74,7 @@ class Tuner:
         """Decisions to come that are taken as they are, without measuring."""
         self._control = control
         self._observe = observe
-        self._measurements = Measurements(policy, control, ways, device, parameters, bucket_mb, free_bytes)
+        self.measurements = Measurements(policy, control, ways, device, parameters, bucket_mb, free_bytes)
         self._profile = StepProfile(clock_for(device))
         self._steps: list[StepTimes] = []  # dense ones, of this rank
         self._dense_ms: float | None = None
@@ -95,12 +95,12 @@ class Tuner:
     def start(self) -> None:
         """Measure the links, before the first step. A collective."""
         if not self.replayed and self._phase == "measure":
-            self._measurements.probe_link()
-            self._profile.watch(self._measurements.parameters)
+            self.measurements.probe_link()
+            self._profile.watch(self.measurements.parameters)
 
     def follow(self, parameters: Mapping[str, Parameter]) -> None:
         """Go on with other trainable parameters."""
-        self._measurements.parameters = parameters
+        self.measurements.parameters = parameters
         if self._phase == "measure" and not self.replayed:
             self._profile.watch(parameters)
 
@@ -113,7 +113,7 @@ class Tuner:
         elif self._is_due():
             self._profile.pause()
             self._steps = self._profile.take()
-            self._measurements.in_force = self.state.choice.method
+            self.measurements.in_force = self.state.choice.method
             self.state = self._control.broadcast(self._decided())
         self._profile.resume()
         if self.state.choice == before:
@@ -195,7 +195,7 @@ class Tuner:
         everyone = self._control.all_gather(self._steps)
         if any(not steps for steps in everyone):
             return self.state
-        measurements, is_dense = self._measurements, self.state.choice.method == "none"
+        measurements, is_dense = self.measurements, self.state.choice.method == "none"
         settled = [steps[self._unsettled :] or steps for steps in everyone]
         measurements.take_profile(settled)
         if is_dense:
@@ -211,9 +211,9 @@ class Tuner:
 
     def _chosen(self, state: AutoState) -> AutoState:
         """Choose on what is measured; a look at intervals that changes nothing is no decision. A collective."""
-        if self._measurements.may_win():
-            self._measurements.probe_codecs()
-        chosen = state.chosen(self.policy, self._measurements.evidence(), self.rounds, why=self._why)
+        if self.measurements.may_win():
+            self.measurements.probe_codecs()
+        chosen = state.chosen(self.policy, self.measurements.evidence(), self.rounds, why=self._why)
         is_same = chosen.choice == state.choice and not self._tells_all
         self._looked = self.rounds
         self._enter("watch" if is_same or chosen.choice.method == "none" else "verify")
@@ -237,7 +237,7 @@ class Tuner:
         moved, looks = self._bandwidth.moved(self._observe().stats), self._is_time_to_look
         if not moved and not looks:
             return self.state
-        before, now = self._measurements.link, self._measurements.probe_link()
+        before, now = self.measurements.link, self.measurements.probe_link()
         moved = moved and (before is None or abs(_ratio(now, before) - 1) >= MOVED)
         if not moved and not looks:
             self._pause = min(2 * self._pause, 20 * self.policy.check_every)
@@ -246,7 +246,7 @@ class Tuner:
         self._tells_all = moved
         self._why = "the bandwidth moved" if moved else f"looked again after {self.rounds - self._looked} exchanges"
         state = self.state.link_moved() if moved else self.state
-        if self._measurements.compute is None or looks:
+        if self.measurements.compute is None or looks:
             self._measure_again()
             return state
         return self._chosen(state)
@@ -259,9 +259,9 @@ class Tuner:
 
     def _measure_again(self) -> None:
         """Take the profile of some steps anew, under what is in force."""
-        self._measurements.compute = None
+        self.measurements.compute = None
         self._looked = max(self._looked, 1)
-        self._profile.watch(self._measurements.parameters)
+        self._profile.watch(self.measurements.parameters)
         self._enter("measure")
 
     def _within_budget(self, state: AutoState) -> AutoState:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["TrainerValues", "merged", "take_trainer_values"]
+__all__ = ["TrainerValues", "add_zero_plus_plus", "merged", "take_trainer_values"]
 
 _PRECISIONS = {"fp16": ("16-mixed", "16-true"), "bf16": ("bf16-mixed", "bf16-true")}
 
@@ -56,6 +56,25 @@ def merged(arguments: Mapping[str, Any], user: Mapping[str, Any], given: Mapping
         nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
         result[key] = {**result[key], **copy.deepcopy(value)} if nested else copy.deepcopy(value)
     return result
+
+
+def add_zero_plus_plus(zero: dict[str, Any], ranks_per_node: int, nodes: int) -> None:
+    """Write into a ``zero_optimization`` section what ZeRO++ is, where it says nothing itself.
+
+    Weights are quantised where they are gathered, gradients where they are reduced between nodes. Where there are
+    several nodes, each keeps a second copy of the weights (hpZ), so that backward gathers them inside it; not beside
+    offloaded parameters, with which DeepSpeed cannot do that.
+
+    Args:
+        zero: The section.
+        ranks_per_node: Ranks on each node.
+        nodes: Number of nodes.
+
+    """
+    zero.setdefault("zero_quantized_weights", True)
+    zero.setdefault("zero_quantized_gradients", True)
+    if nodes > 1 and not zero.get("offload_param"):
+        zero.setdefault("zero_hpz_partition_size", ranks_per_node)
 
 
 def take_trainer_values(config: dict[str, Any], trainer: TrainerValues) -> None:

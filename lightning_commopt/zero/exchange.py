@@ -22,6 +22,8 @@ from lightning_commopt.zero.scatter import Scatter, ScatterLayout
 
 __all__ = ["ZeroExchange"]
 
+_ERROR_EVERY = 50  # rounds between two samples of the compression error
+
 
 class ZeroExchange:
     """Sums buffers over ranks: + residual, encode, travel, decode, sum; the residual is kept by parameter.
@@ -49,6 +51,7 @@ class ZeroExchange:
         self._routes: dict[tuple[dist.ProcessGroup, bool], Route] = {}
         self._buffers: dict[tuple[Any, ...], BucketState] = {}
         self._loaded: dict[str, Parts] = {}
+        self._errors: list[Tensor] = []
         self._promised = Traffic()
         self._dense_bytes = self._passed_bytes = 0
 
@@ -149,7 +152,14 @@ class ZeroExchange:
             lane=0,
         )
         self._promised += route.traffic(parcel, self.rounds)
-        for _ in route.exchange(parcel, self.rounds):
+        sampled = self.rounds % _ERROR_EVERY == 0
+        before = torch.linalg.vector_norm(values, dtype=torch.float64) if sampled else None
+        exchange = route.exchange(parcel, self.rounds)
+        next(exchange, None)  # encoded: values are the error now
+        if before is not None:
+            error = torch.linalg.vector_norm(values, dtype=torch.float64) / before.clamp_min(1e-300)
+            self._errors = [error] if self.hits == self._hits_of_round else [*self._errors, error]
+        for _ in exchange:
             pass
         return parcel
 
@@ -239,6 +249,7 @@ class ZeroExchange:
             promised=self._promised + Traffic(payload=self._passed_bytes),
             sent_bytes=sum(t.sent_bytes for t in self._transports.values()) + self._passed_bytes,
             dense_bytes=self._dense_bytes,
+            compression_error=max(map(float, self._errors), default=None),
             encode_ms=times["encode"],
             decode_ms=times["decode"],
             collective_ms=times["collective"],

@@ -16,12 +16,17 @@ from lightning_commopt.routes.bucket import BucketState
 from lightning_commopt.routes.transport import GlooTransport, Travelling
 
 __all__ = [
+    "dropped_chunk",
     "early_commit",
     "forgotten_residual",
+    "forgotten_state",
     "lost_element",
+    "other_order",
     "own_value",
     "planted",
+    "raising_rank",
     "scaled_units",
+    "short_message",
     "uncounted_message",
 ]
 
@@ -112,3 +117,55 @@ def scaled_units() -> None:
         unpack(kept, mean, exact_mean, None, bucket, keep_unused)
 
     gradient_path.gather, gradient_path.unpack = scaled, still_scaled
+
+
+def dropped_chunk() -> None:
+    """The second half of what arrives is not decoded."""
+    decode = BlockQuantization.decode
+
+    def drop(self: BlockQuantization, payload: Tensor, out: Tensor, context: Context, *, add: bool = False) -> None:
+        whole = out.clone()
+        decode(self, payload, whole, context, add=add)
+        out[: len(out) // 2] = whole[: len(out) // 2]
+
+    BlockQuantization.decode = drop  # type: ignore[method-assign]
+
+
+def short_message() -> None:
+    """The last byte of every message stays at home."""
+    exchange = GlooTransport._exchange
+
+    def short(self: GlooTransport, send: Sequence[Tensor], receive: Tensor) -> Travelling:
+        got = receive[:, :-1].contiguous()
+        exchange(self, [row[:-1].contiguous() for row in send], got).wait()
+        receive[:, :-1] = got
+        return Travelling()
+
+    GlooTransport._exchange = short  # type: ignore[method-assign]
+
+
+def other_order() -> None:
+    """Rank 1 issues the collectives of a round by another name."""
+    issue = GlooTransport._issue
+
+    def renamed(self: GlooTransport, name: str, sent_bytes: int) -> None:
+        issue(self, name + "_coalesced" * (dist.get_rank() == 1), sent_bytes)
+
+    GlooTransport._issue = renamed  # type: ignore[method-assign]
+
+
+def forgotten_state() -> None:
+    """A checkpoint's residuals are not taken."""
+    gradient_path.GradientPath.load_state = lambda self, state: None  # type: ignore[method-assign]
+
+
+def raising_rank() -> None:
+    """Rank 1 cannot encode."""
+    encode = BlockQuantization.encode
+
+    def fail(self: BlockQuantization, values: Tensor, payload: Tensor, context: Context) -> None:
+        if dist.get_rank() == 1:
+            raise ArithmeticError("no such instruction")
+        encode(self, values, payload, context)
+
+    BlockQuantization.encode = fail  # type: ignore[method-assign]

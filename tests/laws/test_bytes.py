@@ -1,45 +1,19 @@
 """Law 7: bytes promised = bytes sent, exactly, and as the documentation of the method and the route says."""
 
 from math import prod
-from typing import NamedTuple
 
 import pytest
 
 from lightning_commopt.compression import OneBit, PowerSGD
 from lightning_commopt.compression.layout import round_up
-from lightning_commopt.measure import Traffic
+from lightning_commopt.selftest.engine import SHAPES
+from lightning_commopt.selftest.sent import ROUNDS, exchange
 from tests.laws import faults
-from tests.laws.engine import SHAPES, engine, gradients_of
 from tests.laws.faults import planted
-from tests.laws.wire import counted_bytes
 from tests.methods import Case, each_case_and_world, named_case
 from tests.pool import WorkerPool
 
 pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
-
-ROUNDS = 3
-
-
-class Bytes(NamedTuple):
-    """Bytes of some rounds: as counted below the product, as it counted them, as it promised them."""
-
-    on_the_wire: int
-    sent: int
-    promised: Traffic
-    dense: int
-    buckets: list[list[str]]
-
-
-def exchange(case: Case, start_step: int, device: str) -> Bytes:
-    """Some rounds, each after a backward that does not synchronise."""
-    with engine(case, device=device, start_step=start_step) as made:
-        before = made.path.stats()
-        with counted_bytes() as total:
-            for round in range(ROUNDS):
-                made.accumulate(gradients_of(made.rank, 10 + round))
-                made.step(gradients_of(made.rank, round))
-        after = made.path.stats() - before
-        return Bytes(total[0], after.sent_bytes, after.promised, after.dense_bytes, list(made.buckets))
 
 
 @each_case_and_world()

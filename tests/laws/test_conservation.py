@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_commopt.selftest.engine import MANY_BUCKETS, ONE_BUCKET, SHAPES, Engine, engine, gradients_of
+from lightning_commopt.selftest.ledger import Ledger
 from lightning_commopt.strategies.regroup import regrouped
 from tests.laws import faults
-from tests.laws.engine import MANY_BUCKETS, ONE_BUCKET, SHAPES, Engine, engine, gradients_of
 from tests.laws.faults import planted
-from tests.laws.ledger import Ledger
 from tests.methods import Case, each_case_and_world, named_case
 from tests.pool import WorkerPool
 
@@ -189,13 +189,13 @@ def test_a_lost_element_is_seen(pool: WorkerPool, device: str) -> None:
     assert "one_bucket" in wrong
 
 
-@each_case_and_world()
+@each_case_and_world(worlds=(2, 3))  # four ranks follow below, and under hierarchies
 def test_nothing_is_lost(pool: WorkerPool, case: Case, world: int, device: str) -> None:
     by_rank = pool.run(imbalances, world, case, device)
     assert not unbalanced(by_rank)
 
 
-WORLD_CHANGES = ((2, 4), (4, 2), (3, 2), (3, 4), (2, 3), (4, 4))
+WORLD_CHANGES = ((2, 4), (4, 2), (3, 2), (3, 4))
 
 
 def changes(case: Case, device: str) -> dict[str, float]:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_commopt.compression import Int8
-from tests.laws.engine import Engine, engine, gradients_of
-from tests.laws.ledger import Ledger
-from tests.laws.wire import counted_bytes
+from lightning_commopt.selftest.engine import Engine, engine, gradients_of
+from lightning_commopt.selftest.ledger import Ledger
+from lightning_commopt.selftest.wire import counted_bytes
 from tests.methods import Case
 from tests.pool import WorkerPool
 

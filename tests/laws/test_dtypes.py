@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.laws.digest import digest
-from tests.laws.engine import SHAPES, Engine, engine, gradients_of
+from lightning_commopt.selftest.digest import digest
+from lightning_commopt.selftest.engine import SHAPES, Engine, engine, gradients_of
 from tests.methods import Case, each_case_and_world
 from tests.pool import WorkerPool
 

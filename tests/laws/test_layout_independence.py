@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.laws.digest import digest
-from tests.laws.engine import MANY_BUCKETS, ONE_BUCKET, engine, gradients_of
+from lightning_commopt.selftest.digest import digest
+from lightning_commopt.selftest.engine import MANY_BUCKETS, ONE_BUCKET, engine, gradients_of
 from tests.methods import Case, each_case_and_world
 from tests.pool import WorkerPool
 

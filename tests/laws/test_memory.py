@@ -4,7 +4,7 @@ from math import prod
 
 import pytest
 
-from tests.laws.engine import engine, gradients_of
+from lightning_commopt.selftest.engine import engine, gradients_of
 from tests.methods import Case, each_case_and_world
 from tests.pool import WorkerPool
 

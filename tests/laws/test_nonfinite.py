@@ -1,85 +1,27 @@
 """Law 5 on the gradient path: a gradient that is not finite stays where it is, and leaves no trace in what is kept."""
 
-from collections.abc import Mapping
-
 import pytest
 import torch
-from torch import Tensor
 
+from lightning_commopt.selftest.engine import SHAPES, Engine, engine, gradients_of
+from lightning_commopt.selftest.nonfinite import after_skipped_steps, digest_of_state, finite, spoiled
 from tests.laws import faults
-from tests.laws.digest import digest
-from tests.laws.engine import SHAPES, Engine, engine, gradients_of
 from tests.laws.faults import planted
-from tests.laws.ledger import Ledger
 from tests.methods import Case, each_case_and_world, named_case
 from tests.pool import WorkerPool
 
 pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
-
-BAD = {"body": torch.nan, "conv": torch.inf, "norm": -torch.inf, "scalar": torch.nan, "head": -torch.inf}
-"""One bad element in each of these parameters, one a round; some compressed, some exact."""
-
-
-def spoiled(made: Engine, round: int, name: str, value: float) -> dict[str, Tensor]:
-    """This rank's gradients, with a bad element on the last rank."""
-    gradients = gradients_of(made.rank, round)
-    if made.rank == made.world - 1:
-        flat = gradients[name].view(-1)
-        flat[len(flat) // 2] = value
-    return gradients
-
-
-def finite(results: Mapping[str, Tensor | None]) -> dict[str, bool | None]:
-    """For each parameter, whether its result is finite (True), wholly NaN (False) or in between (None)."""
-    found = {}
-    for name, result in results.items():
-        assert result is not None
-        nan = result.isnan()
-        found[name] = True if bool(result.isfinite().all()) else False if bool(nan.all()) else None
-    return found
-
-
-def skip(case: Case, device: str) -> list[str]:
-    """What is wrong when every second step is skipped because of a bad gradient."""
-    wrong = []
-    with engine(case, device=device) as made:
-        ledger, path = Ledger(made), made.path
-        ledger.step(0)
-        for round, (name, value) in enumerate(BAD.items(), start=1):
-            before = digest_of_state(made)
-            results = made.round(spoiled(made, 2 * round, name, value))
-            if finite(results) != {other: other != name for other in SHAPES}:
-                wrong.append(f"{name}: {finite(results)}")
-            if path.nonfinite_parameters() != [name]:
-                wrong.append(f"{name}: on some rank {path.nonfinite_parameters()}")
-            if path.nonfinite_parameters(here=True) != [name] * (made.rank == made.world - 1):
-                wrong.append(f"{name}: on this rank {path.nonfinite_parameters(here=True)}")
-            path.step_done(False)
-            if digest_of_state(made) != before:
-                wrong.append(f"{name}: the state changed")
-            ledger.step(2 * round + 1)
-        if not ledger.imbalance() <= 1:
-            wrong.append(f"out of balance by {ledger.imbalance()}")
-        if (path.applied_steps, path.skipped_steps) != (1 + len(BAD), len(BAD)):
-            wrong.append(f"{path.applied_steps} steps applied")
-    return wrong
-
-
-def digest_of_state(made: Engine) -> str:
-    """All that is kept from step to step, bit by bit."""
-    kinds = made.path.state()
-    return digest({f"{kind} {n} {i}": t for kind, p in kinds.items() for n, pieces in p.items() for i, t in pieces})
 
 
 @each_case_and_world()
 def test_a_bad_gradient_leaves_no_trace_in_a_skipped_step(
     pool: WorkerPool, case: Case, world: int, device: str
 ) -> None:
-    assert pool.run(skip, world, case, device) == [[]] * world
+    assert pool.run(after_skipped_steps, world, case, device) == [[]] * world
 
 
 def test_a_state_that_does_not_wait_is_seen(pool: WorkerPool, device: str) -> None:
-    assert all(pool.run(planted, 3, faults.early_commit, skip, named_case("int8"), device))
+    assert all(pool.run(planted, 3, faults.early_commit, after_skipped_steps, named_case("int8"), device))
 
 
 def applied(made: Engine) -> list[str]:

@@ -1,14 +1,13 @@
 """Law 3: whatever the shapes and the size of a bucket, every element is reduced exactly once in a round."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tests.laws.engine import Engine, engine
+from lightning_commopt.selftest.once import lost_or_repeated
 from tests.methods import Case, each_case_and_world
 from tests.pool import WorkerPool
 
@@ -40,37 +39,10 @@ def models() -> st.SearchStrategy[Model]:
     return st.builds(Model, shapes, st.integers(4, 4000), st.sampled_from([0, 20, 1024]))
 
 
-def integers(shape: tuple[int, ...], rank: int, world: int, round: int) -> Tensor:
-    """Whole numbers below 64 whose mean over ranks is `mean_of`: that plus what adds up to zero."""
-    around = torch.arange(torch.Size(shape).numel()).view(shape) % 7 + 1
-    return mean_of(shape, round) + around * (2 * rank - (world - 1))
-
-
-def mean_of(shape: tuple[int, ...], round: int) -> Tensor:
-    """Whole numbers from -20 to 20, none of which is 0."""
-    index = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
-    return (index * 13 + 5 * round) % 20 + 1 - 21 * ((index + round) % 2)
-
-
 def wrong(case: Case, model: Model, device: str) -> list[str]:
     """The parameters of a model with an element that was lost, or counted twice, or took another's place."""
-    method = replace(case.method, exact_below=model.exact_below)
-    with engine(replace(case, method=method), model.named, cap=model.bucket_bytes / 2**20, device=device) as made:
-        results = [rounded(made, round) for round in range(2)]
-        owed = made.residuals()
-        for name, share in owed.items():
-            torch.distributed.all_reduce(share)
-            share += sum(result[name].double().cpu() for result in results)
-            share -= sum(mean_of(model.named[name], round).double() for round in range(2))
-        # A fault costs 1 or more. A cast makes no error in these numbers; rounding of fp32 makes less than 2^-10.
-        bound = 2.0**-10 if case.lossy else 0.0
-        return [f"{name} of {model}" for name, off in owed.items() if not bool((off.abs() <= bound).all())]
-
-
-def rounded(made: Engine, round: int) -> dict[str, Tensor]:
-    """The results of an applied round."""
-    gradients = {name: integers(shape, made.rank, made.world, round) for name, shape in made.shapes.items()}
-    return made.step(gradients)
+    found = lost_or_repeated(case, model.named, model.bucket_bytes / 2**20, model.exact_below, device)
+    return [f"{name} of {model}" for name in found]
 
 
 def wrong_in_batch(case: Case, batch: list[Model], device: str) -> list[str]:

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from tests.laws.engine import engine, gradients_of
+from lightning_commopt.selftest.engine import engine, gradients_of
 from tests.methods import Case, each_case_and_world, named_case
 from tests.pool import WorkerPool
 

@@ -1,49 +1,16 @@
 """Law 2: after every synchronous step the parameters are the same bits on all ranks."""
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import pytest
-import torch
 
+from lightning_commopt.selftest.digest import digest
+from lightning_commopt.selftest.engine import gradients_of
+from lightning_commopt.selftest.replicas import training
 from tests.laws import faults
-from tests.laws.digest import digest
-from tests.laws.engine import Engine, engine, gradients_of
 from tests.laws.faults import planted
 from tests.methods import Case, each_case_and_world, named_case
 from tests.pool import WorkerPool
 
 pytestmark = pytest.mark.runs("commopt", "method {method}, laws")
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-}
-
-
-class Training(NamedTuple):
-    """Digests of a rank's parameters after each step, and the operations that it issued, by group."""
-
-    parameters: list[str]
-    issued: list[list[tuple[str, int]]]
-
-
-def training(case: Case, optimizer: str, device: str) -> Training:
-    """Twenty steps, two of them dense."""
-    with engine(case, device=device, start_step=2) as made:
-        return Training(train(made, OPTIMIZERS[optimizer](made.parameters.values())), made.issued)
-
-
-def train(made: Engine, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Pull every parameter towards data that differ by rank and step."""
-    history = []
-    for step in range(20):
-        data = gradients_of(made.rank, step)
-        made.round({name: p.detach().cpu() - data[name] for name, p in made.parameters.items()})
-        optimizer.step()
-        made.path.step_done(True)
-        history.append(digest(dict(made.parameters)))
-    return history
 
 
 @each_case_and_world()

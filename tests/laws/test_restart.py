@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from tests.laws.digest import digest
-from tests.laws.engine import engine, gradients_of
+from lightning_commopt.selftest.digest import digest
+from lightning_commopt.selftest.engine import engine, gradients_of
 from tests.methods import Case, each_case_and_world
 from tests.pool import WorkerPool
 

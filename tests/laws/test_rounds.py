@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.laws.engine import engine, gradients_of
-from tests.laws.ledger import Ledger
+from lightning_commopt.selftest.engine import engine, gradients_of
+from lightning_commopt.selftest.ledger import Ledger
 from tests.methods import Case, each_case_and_world
 from tests.pool import WorkerPool
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from lightning_commopt.selftest.digest import digest
+from lightning_commopt.selftest.engine import engine, gradients_of
 from tests.laws import faults
-from tests.laws.digest import digest
-from tests.laws.engine import engine, gradients_of
 from tests.laws.faults import planted
 from tests.methods import Case, each_case_and_world, named_case
 from tests.pool import WorkerPool

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from examples.byte_gpt import ByteGPT
+from lightning_commopt.demo.byte_gpt import ByteGPT
 from tests.pipeline.toy import optimizer_of, tokens
 
 __all__ = ["CLIP", "DIVIDED", "SmallGPT", "data"]

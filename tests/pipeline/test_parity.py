@@ -17,7 +17,12 @@ from tests.pool import WorkerPool
 pytestmark = pytest.mark.runs("commopt_pipeline", "equal to one process")
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zbv"]
-GRIDS = [(2, 2), (4, 4), (4, 2)]  # processes, stages
+GRIDS = [
+    *((world, world, schedule) for world in (2, 4) for schedule in SCHEDULES),
+    *((4, 2, schedule) for schedule in ("1f1b", "zbv")),
+]
+"""Processes, stages, schedule."""
+
 TOLERANCE = 1e-6
 
 Model = Callable[[], pl.LightningModule]
@@ -35,8 +40,7 @@ def check(outcomes: list[Outcome], expected: Any) -> None:
         assert distance(outcome.parameters, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("world", "stages"), GRIDS, ids=lambda n: str(n))
+@pytest.mark.parametrize(("world", "stages", "schedule"), GRIDS)
 def test_schedules(pool: WorkerPool, world: int, stages: int, schedule: str) -> None:
     options = {"stages": stages, "microbatches": 4, "schedule": schedule}
     outcomes = pool.run(piped, world, chain, batches, options)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.byte_gpt import ByteGPT
+from lightning_commopt.demo.byte_gpt import ByteGPT
 from lightning_commopt.pipeline.deferred_linear import DeferredWeights, linear
 from lightning_commopt.pipeline.tensor_parallel import PLANS, Column, Row, Split, TensorParallel, TensorParallelPlan
 from tests.pool import WorkerFailure, WorkerPool

@@ -256,6 +256,8 @@ def _start_supervisor(rank: int, folder: Path, variables: Mapping[str, str]) -> 
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",  # a library that starts threads at import makes fork unsafe
         "MKL_NUM_THREADS": "1",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # a process on huge pages is forked in a quarter of the time
+        "PYTHONMALLOC": "malloc",  # so that Python's objects lie there too
         **variables,
     }
     command = [sys.executable, "-m", "tests.pool.worker", str(rank), str(folder), str(os.getpid())]

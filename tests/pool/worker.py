@@ -9,6 +9,7 @@ iteration of a set differs between ranks here too.
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import os
@@ -25,11 +26,13 @@ from typing import NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import registry
 
 from tests.pool.protocol import Hello, RankError, Success, Task
 
 _PRELOAD = (
     "torch._dynamo",
+    "torch.distributed.algorithms.ddp_comm_hooks",
     "torch.nn.parallel",
     "lightning.pytorch.demos.boring_classes",
     "hypothesis",
@@ -70,6 +73,9 @@ def _preload() -> None:
     for module in _PRELOAD:
         with contextlib.suppress(Exception):  # the test that needs it reports it
             importlib.import_module(module)
+    # Each Trainer asks for these, and metadata of all installed distributions is read for it: a fifth of a short fit.
+    registry.entry_points = functools.cache(registry.entry_points)
+    registry.entry_points(group="lightning.pytorch.callbacks_factory")
     gc.collect()
     gc.freeze()
 

@@ -1,9 +1,8 @@
-"""A script for torchrun: `restarted.py FOLDER RANK SIGNAL`. In its first attempt one rank sends itself that signal."""
+"""What torchrun runs and restarts: in its first attempt one rank sends itself a signal."""
 
 import hashlib
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +78,8 @@ def train(folder: Path, fault: str | None = None, **options: Any) -> str:
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    to, rank, attempt = Path(sys.argv[1]), os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-    digest = train(to, sys.argv[3] if attempt == "0" and rank == sys.argv[2] else None)
-    (to / f"rank{rank}.attempt{attempt}").write_text(digest)
+def main(folder: Path, victim: int, fault: str) -> None:
+    """Fit in one of torchrun's workers, and leave a digest of the parameters."""
+    rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    digest = train(folder, fault if attempt == "0" and rank == str(victim) else None)
+    (folder / f"rank{rank}.attempt{attempt}").write_text(digest)

@@ -1,10 +1,12 @@
 """`auto`: what it decides on links that are fast, slow, or only seem so, and how decisions outlive a run."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_commopt import AutoPolicy, CommOptStrategy
+from lightning_commopt.measure import CpuClock
 from lightning_commopt.routes import GlooTransport
 from lightning_commopt.routes.transport import Travelling
 from lightning_commopt.strategies import auto
@@ -35,21 +38,51 @@ from tests.strategies.toy import SMALL_BUCKETS, Batch, Fit, Regression, batches,
 
 pytestmark = pytest.mark.runs("commopt", "auto")
 
-BYTES_PER_SECOND = 1e6
+BYTES_PER_SECOND = 2e5
 INSIDE_NODES: list[list[int]] = []
 """Ranks between which messages take no time."""
 STEPS = 30
 LENIENT = AutoPolicy(error_budget=0.9)
 
 
+class PlantedTime:
+    """Time that this process spent computing, and that it pretends to have spent on the wire.
+
+    Nobody really waits, and what else the machine does delays nothing.
+    """
+
+    def __init__(self) -> None:
+        self.on_the_wire_s = 0.0
+        self._lock = threading.Lock()
+
+    def transfer(self, nbytes: float) -> None:
+        """So many bytes travel."""
+        with self._lock:
+            self.on_the_wire_s += nbytes / BYTES_PER_SECOND
+
+    def now(self) -> float:
+        """Seconds."""
+        return time.process_time() + self.on_the_wire_s
+
+
+PLANTED = PlantedTime()
+
+
+def plant_time() -> None:
+    """Let steps, exchanges and the probe of the links be measured in planted time."""
+    CpuClock.mark = lambda self: PLANTED.now()  # type: ignore[method-assign]
+    link_probe.time = SimpleNamespace(perf_counter=PLANTED.now)  # type: ignore[assignment]
+
+
 def plant_slow_messages() -> None:
     """Let our own messages, and the probe's all-reduce, take as long as on a slow link."""
+    plant_time()
     exchange, all_reduce = GlooTransport._exchange, link_probe._all_reduce
 
     def slow_exchange(self: GlooTransport, send: Sequence[Tensor], receive: Tensor) -> Travelling:
         travelling = exchange(self, send, receive)
         if dist.get_process_group_ranks(self.group) not in INSIDE_NODES:
-            time.sleep(send[0].nbytes * (self.world - 1) / BYTES_PER_SECOND)
+            PLANTED.transfer(send[0].nbytes * (self.world - 1))
         return travelling
 
     def slow_all_reduce(*args: Any) -> link_probe._Way:
@@ -57,7 +90,7 @@ def plant_slow_messages() -> None:
 
         def run(nbytes: int) -> None:
             way.run(nbytes)
-            time.sleep(way.sent(nbytes) / BYTES_PER_SECOND)
+            PLANTED.transfer(way.sent(nbytes))
 
         return link_probe._Way(run, way.sent, way.hops)
 
@@ -73,7 +106,7 @@ def plant_slow_reducer() -> None:
         if self._strategy._path is None:
             world = self._strategy.world_size
             nbytes = 4 * sum(p.numel() for p in self._strategy.model.parameters())  # type: ignore[union-attr]
-            time.sleep(2 * (world - 1) / world * nbytes / BYTES_PER_SECOND)
+            PLANTED.transfer(2 * (world - 1) / world * nbytes)
         ended(self)
 
     auto.Auto.backward_ended = slow_backward_ended  # type: ignore[method-assign]

@@ -216,8 +216,8 @@ def test_zero_gradients_stay_zero_and_finite(pool: WorkerPool, case: Case, world
 
 
 def fit_both_ways(case: Case) -> tuple[list[Fit], bool]:
-    """Twenty steps each, and whether the ranks' data differ."""
-    data = batches(20)
+    """Ten steps each, and whether the ranks' data differ."""
+    data = batches(10)
     everyone = [torch.zeros_like(data[0][0]) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, data[0][0])
     return [fit(strategy_of(case), model, data) for model in (Regression(), ByHand())], not torch.equal(*everyone[:2])
@@ -229,7 +229,7 @@ def test_replicas_are_bit_equal(pool: WorkerPool, case: Case, world: int) -> Non
     automatic, manual = ranks[0][0]
     for fits, different_data in ranks:
         assert different_data
-        assert all(ran.steps == 20 for ran in fits)
+        assert all(ran.steps == 10 for ran in fits)
         assert torch.equal(fits[0].parameters, automatic.parameters)
         assert torch.equal(fits[1].parameters, manual.parameters)
     assert torch.equal(automatic.parameters, manual.parameters)

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
-from lightning_commopt import CommOptDeepSpeedStrategy
 from lightning_commopt.callbacks import CommMonitor, CommSummary
 from lightning_commopt.zero.consolidate import consolidate
 from tests.pool import WorkerFailure, WorkerPool
@@ -48,7 +47,8 @@ class Lives:
     resume: ZeroResume
 
 
-LIFE: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "validate": True}
+LIFE: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2, "validate": True}
+"""Gradients are clipped in some steps and not in others, so that their size shows."""
 BOTH = ("none", "int8")
 
 
@@ -59,7 +59,7 @@ def live(stage: int, folder: Path) -> Lives:
     return Lives(
         {method: of(method, STEPS) for method in BOTH},
         {method: of(method, 12, "sgd", **LIFE) for method in BOTH},
-        {method: of(method, 20, precision="bf16-mixed") for method in BOTH},
+        {method: of(method, 8, precision="bf16-mixed") for method in BOTH},
         resumed(stage, folder),
     )
 
@@ -89,7 +89,7 @@ def ranks(pool: WorkerPool, stage: int, folder: Path) -> list[Lives]:
     return pool.run(live, 2, stage, folder, timeout=100)
 
 
-def test_300_steps_end_where_ddp_ends(ranks: list[Lives], ddp: tuple[ZeroFit, ZeroFit]) -> None:
+def test_ends_where_ddp_ends(ranks: list[Lives], ddp: tuple[ZeroFit, ZeroFit]) -> None:
     fits, expected = ranks[0].fits, ddp[0].parameters
     assert distance(fits["none"].parameters, expected) < 1e-5
     assert 0 < distance(fits["int8"].parameters, expected) < 0.01
@@ -153,18 +153,18 @@ def test_one_file_loads_without_deepspeed(ranks: list[Lives], folder: Path, stag
 
 
 METHODS = {"bf16": 0.005, "fp16": 0.001, "int8": 0.01, "int4": 0.05, "onebit": 0.3}
-"""How far from `none` 30 steps on three ranks may end."""
+"""How far from `none` 20 steps on three ranks may end."""
 
 
-def each_method(stage: int) -> list[ZeroFit]:
-    data = batches(30)
-    without = [zero_fit(zero_strategy(stage, "int4", residuals=False), data=data)]
-    return without + [zero_fit(zero_strategy(stage, method), data=data) for method in ("none", *METHODS)]
+def each_method() -> list[ZeroFit]:
+    data = batches(20)
+    without = [zero_fit(zero_strategy(3, "int4", residuals=False), data=data)]
+    return without + [zero_fit(zero_strategy(3, method), data=data) for method in ("none", *METHODS)]
 
 
-@pytest.mark.parametrize("sharded", [2, 3])
-def test_methods_on_three_ranks(pool: WorkerPool, sharded: int) -> None:
-    by_rank = pool.run(each_method, 3, sharded)
+def test_methods_on_three_ranks(pool: WorkerPool) -> None:
+    """At stage 3; how stages below sum, on three ranks too, is tested without DeepSpeed."""
+    by_rank = pool.run(each_method, 3)
     without, none, *fits = by_rank[0]
     sent = []
     for i, (method, bound) in enumerate(METHODS.items()):
@@ -181,29 +181,31 @@ def test_methods_on_three_ranks(pool: WorkerPool, sharded: int) -> None:
     assert distance(kept.parameters, none.parameters) < distance(without.parameters, none.parameters)
 
 
-def others() -> tuple[ZeroFit, ZeroFit, list[CommSummary | None]]:
+def others() -> tuple[list[ZeroFit], ZeroFit, CommSummary | None]:
     data = batches(12)
-    offload = zero_fit(zero_strategy(2, "int8", offload_optimizer=True), Regression("sgd"), data, **LIFE)
+    everything = {"offload_optimizer": True, "offload_parameters": True}
+    offload = [
+        zero_fit(zero_strategy(stage, "int8", **options), Regression("sgd"), data, **LIFE)
+        for stage, options in ((2, {"offload_optimizer": True}), (3, everything))
+    ]
     dense = zero_fit(zero_strategy(2, "onebit", start_step=4), data=data)
-    monitors = [CommMonitor(every_n_steps=4), CommMonitor(every_n_steps=4)]
-    for method, monitor in zip(BOTH, monitors, strict=True):
-        zero_fit(zero_strategy(2, method), data=data, callbacks=[monitor])
-    return offload, dense, [monitor.summary for monitor in monitors]
+    monitor = CommMonitor(every_n_steps=4)
+    zero_fit(zero_strategy(2, "none"), data=data, callbacks=[monitor])
+    return offload, dense, monitor.summary
 
 
 def test_offload_dense_steps_and_monitor(pool: WorkerPool, ddp: tuple[ZeroFit, ZeroFit]) -> None:
-    offload, dense, summaries = pool.run(others, 2)[0]
-    assert distance(offload.parameters, ddp[1].parameters) < 0.01
+    offload, dense, summary = pool.run(others, 2)[0]
+    for fit in offload:
+        assert distance(fit.parameters, ddp[1].parameters) < 0.01
+        assert '"offload_optimizer": {"device": "cpu"' in fit.explain
     assert dense.stats is not None
     four_steps = 4 * 4 * sum(ELEMENTS)
     assert four_steps < dense.stats.promised.payload < 1.1 * four_steps  # and eight small ones
-    sent = []
-    for summary in summaries:
-        assert summary is not None
-        metrics = summary.metrics()
-        assert 0 < metrics["commopt/exposed_comm_ms"] < metrics["commopt/step_ms"]
-        sent.append(metrics["commopt/sent_mb_per_step"])
-    assert sent[0] > 3 * sent[1]
+    assert summary is not None
+    metrics = summary.metrics()
+    assert 0 < metrics["commopt/exposed_comm_ms"] < metrics["commopt/step_ms"]
+    assert metrics["commopt/sent_mb_per_step"] == pytest.approx(4 * sum(ELEMENTS) / 1e6)  # as counted at stage 2
 
 
 class Bypass(pl.Callback):
@@ -216,9 +218,6 @@ class Bypass(pl.Callback):
 
 
 def wrong(what: str) -> None:
-    if what == "accumulation":
-        strategy = CommOptDeepSpeedStrategy(config={"gradient_accumulation_steps": 8})
-        zero_fit(strategy, accumulate_grad_batches=4)
     if what == "nan":
         zero_fit(zero_strategy(2, "int4"), Regression(spoilt=(1, 2), factor=float("nan")), batches(4))
     if what == "bypassed":
@@ -229,10 +228,6 @@ def wrong(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        (
-            "accumulation",
-            "`gradient_accumulation_steps=8` in the DeepSpeed config, and `Trainer.accumulate_grad_batches=4",
-        ),
         ("nan", "The gradient of `layers.0.bias` and .* more is not finite on some rank"),
         ("bypassed", "No gradient of this step came to method `int8`"),
     ],

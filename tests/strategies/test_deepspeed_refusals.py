@@ -1,16 +1,19 @@
 """What DeepSpeed would ignore or crash on is one sentence before launch."""
 
 import importlib.util
+import json
 import re
 import warnings
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_commopt import CommOptDeepSpeedStrategy, CommOptStrategy, Int4, Int8
 from lightning_commopt.zero.checks import check_method, check_version
+from lightning_commopt.zero.config import add_zero_plus_plus
 
 pytestmark = pytest.mark.runs("commopt_deepspeed", "options refused")
 
@@ -107,7 +110,7 @@ AT_LAUNCH: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "`bf16.enabled=False` in the DeepSpeed config",
     ),
     "fp16": ({}, {"precision": "16-true"}, "DeepSpeed has no fp16 on the CPU"),
-    "zero++": ({"stage": 3, "compression": "zero++"}, {}, "cannot run on the CPU"),
+    "zero++": ({"stage": 3, "compression": "zero++"}, {}, "cannot run on the CPU: choose `compression='int8'`"),
     "compiled optimizer": ({"config": {"optimizer": {"type": "Adam", "params": {}}}}, {}, "compiles C++ for minutes"),
 }
 
@@ -202,3 +205,33 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ours.stage, ours.compression) == (3, Int4(block=64))
     assert ours.config is not None
     assert ours.config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("nodes", "hpz"), [(1, None), (2, 4)])
+def test_zero_plus_plus_on_cuda_is_written_and_shown(nodes: int, hpz: int | None, monkeypatch: Any) -> None:
+    """No GPU is touched: the environment is set up as far as the configuration goes."""
+    strategy = CommOptDeepSpeedStrategy(3, "zero++")
+    strategy.parallel_devices = [torch.device("cuda", i) for i in range(4)]
+    strategy._num_nodes = nodes
+    monkeypatch.setattr(CommOptDeepSpeedStrategy, "root_device", torch.device("cuda", 0))
+    monkeypatch.setattr(CommOptDeepSpeedStrategy, "world_size", 4 * nodes)
+    monkeypatch.setattr("lightning_commopt.failure.FailTogether.setup_environment", lambda self: None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy.setup_environment()
+    assert any("on one node" in str(w.message) for w in caught) == (nodes == 1)
+    shown = strategy.explain()
+    assert "quantised weights and gradients (ZeRO++)" in shown
+    zero = json.loads(shown.split("DeepSpeed config: ")[1])["zero_optimization"]
+    assert (zero["stage"], zero["zero_quantized_weights"], zero["zero_quantized_gradients"]) == (3, True, True)
+    assert zero.get("zero_hpz_partition_size") == hpz
+
+
+@needs_deepspeed
+def test_zero_plus_plus_keeps_what_the_configuration_says() -> None:
+    zero: dict[str, Any] = {"zero_quantized_weights": False, "offload_param": {"device": "cpu"}}
+    add_zero_plus_plus(zero, 8, 2)
+    assert zero["zero_quantized_weights"] is False
+    assert zero["zero_quantized_gradients"] is True
+    assert "zero_hpz_partition_size" not in zero

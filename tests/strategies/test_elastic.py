@@ -1,7 +1,7 @@
 """torchrun restarts workers after one was killed or stopped, and a fit goes on, also on another number of ranks."""
 
-import sys
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, get_args_parser
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
@@ -19,7 +21,6 @@ from tests.launch.job import free_port
 from tests.methods import Case
 from tests.pool import PoolEnvironment, WorkerPool, trainer
 from tests.strategies import restarted
-from tests.strategies.test_launch import LIMIT, run
 from tests.strategies.test_resume import assert_conserved, mean_residual
 from tests.strategies.toy import Regression, flat, same_bits, state_of, strategy_of
 
@@ -37,15 +38,24 @@ def expected(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> str:
     return pool.run(uninterrupted, 2, tmp_path_factory.mktemp("uninterrupted"))[0]
 
 
-@pytest.mark.timeout(LIMIT + 60)
-@pytest.mark.parametrize(("rendezvous", "rank", "fault"), [("static", 0, "SIGKILL"), ("standalone", 1, "SIGSTOP")])
-def test_restart_goes_on(tmp_path: Path, expected: str, rendezvous: str, rank: int, fault: str) -> None:
-    where = ["--standalone"] if rendezvous == "standalone" else [f"--master-port={free_port()}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=2", "--max-restarts=1"]
-    output = run([*command, "--monitor-interval=0.1", restarted.__file__, "{folder}", str(rank), fault], tmp_path)
-    assert "Restored all states from the checkpoint" in output
+def torchrun(words: list[str], folder: Path, rank: int, fault: str) -> None:
+    """What `torchrun` does with its command line; its workers are forks of this process, which has all imports."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE"):
+        del os.environ[name]
+    config, _, _ = config_from_args(get_args_parser().parse_args([*words, "--monitor-interval=0.1", "unused.py"]))
+    elastic_launch(replace(config, start_method="fork"), restarted.main)(folder, rank, fault)
+
+
+@pytest.mark.parametrize(("rendezvous", "rank", "fault"), [("static", 0, "SIGKILL"), ("c10d", 1, "SIGSTOP")])
+def test_restart_goes_on(
+    pool: WorkerPool, tmp_path: Path, expected: str, rendezvous: str, rank: int, fault: str
+) -> None:
+    where = f"--master-port={free_port()}" if rendezvous == "static" else "--rdzv-endpoint=localhost:0"
+    words = [f"--rdzv-backend={rendezvous}", where, "--nproc-per-node=2", "--max-restarts=1"]
+    pool.run(torchrun, 1, words, tmp_path, rank, fault, group=False, timeout=90)
+    assert "Restored all states from the checkpoint" in pool.output[0]
     digests = {path.name: path.read_text() for path in tmp_path.glob("rank*.attempt*")}
-    assert digests == {"rank0.attempt1": expected, "rank1.attempt1": expected}, output
+    assert digests == {"rank0.attempt1": expected, "rank1.attempt1": expected}, pool.output[0]
 
 
 # ---- another number of ranks ----------------------------------------------------------------------------------------

@@ -135,10 +135,18 @@ KINDS = {
 }
 
 
+THOROUGH = ("none", "int8", "powersgd")
+"""Methods that meet all kinds; the others meet those that change what is encoded."""
+
+ENCODED = ("plain", "SGD", "views", "convolutional", "branching", "branching, views")
+
+
 def fit_kinds(case: Case | None) -> dict[str, Fit]:
-    """Every kind; a case of None is stock DDP."""
+    """Every kind for stock DDP (None) and thorough methods."""
     results = {}
     for name, kind in KINDS.items():
+        if case is not None and case.method.name not in THOROUGH and name not in ENCODED:
+            continue
         options = {**SMALL_BUCKETS, **kind.strategy}
         strategy = DDPStrategy(**options) if case is None else strategy_of(case, **options)
         results[name] = fit(strategy, kind.model(), batches(STEPS), **kind.trainer)

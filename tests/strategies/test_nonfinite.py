@@ -140,11 +140,11 @@ def fit_scaled(case: Case | None, optimizer: str, clip: float | None, steps: int
 
 
 def fit_all_scaled(case: Case | None) -> dict[str, Spoilt]:
-    """Forty plain steps, and short runs with clipping and with a fused optimizer."""
+    """Thirty plain steps, and short runs with clipping and with a fused optimizer."""
     return {
-        "plain": fit_scaled(case, "adamw", None, 40),
-        "clipped": fit_scaled(case, "adamw", 0.1, 10),
-        "fused": fit_scaled(case, "fused", None, 10),
+        "plain": fit_scaled(case, "adamw", None, 30),
+        "clipped": fit_scaled(case, "adamw", 0.1, 8),
+        "fused": fit_scaled(case, "fused", None, 8),
     }
 
 
@@ -167,7 +167,7 @@ def test_scaler_skips_once_on_all_ranks(pool: WorkerPool, case: Case, world: int
                 assert ran.stats is not None
                 counts = (ran.stats.applied_steps, ran.stats.skipped_steps, ran.stats.rounds)
                 assert counts == (steps - 1, 1, steps)
-        assert runs["plain"].fit.steps == 40
+        assert runs["plain"].fit.steps == 30
         assert_near(case, runs["plain"].fit, stock(world)[rank]["plain"].fit)
 
 

@@ -64,10 +64,12 @@ def fit_all(options: dict[str, Any], strategies: list[str]) -> list[Off]:
     return results
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("world", [2, 3])
-def test_none_and_auto_are_ddp(pool: WorkerPool, world: int, options: dict[str, Any]) -> None:
-    for stock, *ours in pool.run(fit_all, world, options, ["auto", "none"]):
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [*((2, name) for name in OPTIONS if name != "small buckets"), (3, "small buckets")],  # sums of three have an order
+)
+def test_none_and_auto_are_ddp(pool: WorkerPool, world: int, name: str) -> None:
+    for stock, *ours in pool.run(fit_all, world, OPTIONS[name], ["auto", "none"]):
         for off in ours:
             assert off.plain
             assert not off.fit.hook

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_commopt import BF16, Int4, Int8, Uncompressed
 from lightning_commopt.strategies import residual_checkpoint
-from tests.methods import Case, each_case_and_world
+from tests.methods import Case, named_case
 from tests.pool import WorkerPool
 from tests.strategies.toy import (
     SMALL_BUCKETS,
@@ -138,7 +138,21 @@ def resume_each(case: Case | None, folder: Path, kinds: Sequence[str], **options
 # ---- exact ----------------------------------------------------------------------------------------------------------
 
 
-@each_case_and_world((2, 3, 4), lambda case: case.lossy)
+EXACT = [
+    *((INT8, world) for world in (2, 3, 4)),
+    *(
+        (case, world)
+        for case, world in zip(
+            map(named_case, ("int4", "onebit", "topk-density=0.05", "powersgd-rank=2")), (4, 2, 3, 4), strict=True
+        )
+    ),
+    (named_case("int8-block=32-stochastic=True"), 3),
+    (replace(INT8, hierarchy=2), 4),
+]
+"""Every method; that each is exact on every number of ranks is a law on the gradient path."""
+
+
+@pytest.mark.parametrize(("case", "world"), EXACT, ids=[f"{case.id}-{world}" for case, world in EXACT])
 def test_resume_is_exact(pool: WorkerPool, tmp_path: Path, case: Case, world: int) -> None:
     whole = pool.run(run, world, case, tmp_path, save=["inline", "files"])
     assert [path.name for path in tmp_path.glob("inline.ckpt*")] == ["inline.ckpt"]

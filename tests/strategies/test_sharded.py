@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from typing_extensions import override
@@ -41,13 +42,15 @@ class Unhooked(pl.Callback):
 
 
 def train(steps: int) -> dict[str, ShardedFit]:
-    """One training by plain DDP and by shards: with two methods, and with no exchange between nodes."""
+    """One training by plain DDP and by shards, and the beginning of one with no exchange between nodes."""
     data = batches(steps)
+    inside = sharded("int8", shard_gather="int8", shard_scatter="int8")
     return {
         "ddp": fit_sharded("ddp", Regression(), data),
         "none": fit_sharded(sharded("none"), Regression(), data),
         "int8": fit_sharded(sharded("int8"), Regression(), data),
-        "apart": fit_sharded(sharded("none"), Regression(), data, callbacks=[Unhooked()]),
+        "int8 inside too": fit_sharded(inside, Regression(), data),
+        "apart": fit_sharded(sharded("none"), Regression(), data[: steps // 6], callbacks=[Unhooked()]),
     }
 
 
@@ -57,21 +60,22 @@ def trained(pool: WorkerPool) -> list[dict[str, ShardedFit]]:
     return pool.run(train, 4, 300, **NODES)
 
 
-@pytest.mark.parametrize(("method", "limit"), [("none", 1e-4), ("int8", 0.01)])
+@pytest.mark.parametrize(("method", "limit"), [("none", 1e-4), ("int8", 0.01), ("int8 inside too", 0.01)])
 def test_parameters_are_those_of_ddp(trained: list[dict[str, ShardedFit]], method: str, limit: float) -> None:
     ddp = trained[0]["ddp"].parameters
     assert distance(trained[0][method].parameters, ddp) < limit
     assert all(torch.equal(rank[method].parameters, trained[0][method].parameters) for rank in trained)
-    assert distance(trained[0]["apart"].parameters, ddp) > 0.02, "the limits tell an exchange from none"
-    assert not torch.equal(trained[0]["apart"].parameters, trained[2]["apart"].parameters)
+    apart = [trained[rank]["apart"].parameters for rank in (0, 2)]
+    assert distance(*apart) > 0.02, "the limits tell an exchange from none"
 
 
 def test_bytes_are_counted_between_replicas(trained: list[dict[str, ShardedFit]]) -> None:
     for rank in trained:
-        none, int8 = rank["none"].stats, rank["int8"].stats
+        none, int8, inside = (rank[kind].stats for kind in ("none", "int8", "int8 inside too"))
         assert none is not None
         assert int8 is not None
-        for stats in (none, int8):
+        assert inside is not None
+        for stats in (none, int8, inside):
             assert stats.rounds == stats.applied_steps == 300
             assert stats.hook_calls == 4 * 300
             assert stats.sent_bytes == stats.promised.total
@@ -80,7 +84,14 @@ def test_bytes_are_counted_between_replicas(trained: list[dict[str, ShardedFit]]
         assert none.promised.exact == int8.promised.exact == 300 * 4 * exact
         assert none.promised.payload == 300 * 4 * (34 * 40 + 2080 + 1224)  # and blocks of eight
         assert none.dense_bytes == int8.dense_bytes == 300 * 4 * half
-        assert int8.sent_bytes < 0.35 * int8.dense_bytes
+        between = int8.sent_bytes - int8.promised.inside_node
+        assert between < 0.35 * int8.dense_bytes
+        assert inside.sent_bytes - inside.promised.inside_node == between
+
+        root = 34 + 34  # the norm belongs to the module itself, whose parameters wait for backward
+        gathered, reduced = 2 * half - root, half
+        assert none.promised.inside_node == int8.promised.inside_node == 300 * 4 * (gathered + reduced)
+        assert inside.promised.inside_node < 0.35 * none.promised.inside_node
 
 
 def test_explain_says_what_is_in_force(trained: list[dict[str, ShardedFit]]) -> None:
@@ -108,11 +119,12 @@ def test_every_method_keeps_replicas_equal(pool: WorkerPool) -> None:
             assert fit.stats.sent_bytes == fit.stats.promised.total > 0, method
 
 
-def accumulate() -> list[ShardedFit]:
+def accumulate(clipped_by: str) -> list[ShardedFit]:
     """Windows of three batches and a last one of one, clipped, validated on the way."""
-    options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05, "val_check_interval": 4}
+    options = {"accumulate_grad_batches": 3, "val_check_interval": 4, "gradient_clip_algorithm": clipped_by}
+    options["gradient_clip_val"] = 0.05 if clipped_by == "norm" else 5e-4
     data = batches(7)
-    strategies: list[str | Strategy] = ["ddp", sharded("none"), sharded("int8")]
+    strategies: list[str | Strategy] = ["ddp", sharded("none"), sharded("int8", shard_scatter="bf16")]
     models = [Logging() for _ in strategies]
     return [fit_sharded(s, m, data, validation=data[:2], **options) for s, m in zip(strategies, models, strict=True)]
 
@@ -137,8 +149,9 @@ class Logging(Regression):
         return loss
 
 
-def test_one_exchange_a_window_clipped_as_ddp_does(pool: WorkerPool) -> None:
-    for ddp, none, int8 in pool.run(accumulate, 4, **NODES):
+@pytest.mark.parametrize("clipped_by", ["norm", "value"])
+def test_one_exchange_a_window_clipped_as_ddp_does(pool: WorkerPool, clipped_by: str) -> None:
+    for ddp, none, int8 in pool.run(accumulate, 4, clipped_by, **NODES):
         assert none.steps == ddp.steps == 3
         torch.testing.assert_close(none.parameters, ddp.parameters, rtol=1e-4, atol=1e-6)
         assert none.metrics["val_loss"] == pytest.approx(ddp.metrics["val_loss"], rel=1e-4)
@@ -314,8 +327,10 @@ def test_wrap_that_selects_nothing_is_an_error(pool: WorkerPool) -> None:
 
 
 def half(precision: str) -> tuple[ShardedFit, list[Any]]:
-    strategy = sharded("int8")
-    result = fit_sharded(strategy, Regression(), halves(precision), precision=precision, enable_model_summary=True)
+    strategy = sharded("int8", shard_gather="int8", shard_scatter="int8", nonfinite="propagate")
+    plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))] if precision == "16-mixed" else []
+    options: dict[str, Any] = {"plugins": plugins} if plugins else {"precision": precision}
+    result = fit_sharded(strategy, Regression(), halves(precision), enable_model_summary=True, **options)
     assert strategy._shards is not None
     return result, [(g.managed.mp_policy.param_dtype, g.managed.mp_policy.reduce_dtype) for g in strategy._shards]
 
@@ -325,7 +340,9 @@ def halves(precision: str) -> list[Any]:
     return [tuple(t.bfloat16() if precision == "bf16-true" else t for t in batch) for batch in batches(3)]
 
 
-@pytest.mark.parametrize(("precision", "gathered"), [("bf16-mixed", torch.bfloat16), ("bf16-true", None)])
+@pytest.mark.parametrize(
+    ("precision", "gathered"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16), ("bf16-true", None)]
+)
 def test_precision_is_that_of_the_trainer(pool: WorkerPool, precision: str, gathered: torch.dtype | None) -> None:
     ranks = pool.run(half, 4, precision, **NODES)
     for fit, policies in ranks:
@@ -357,6 +374,10 @@ OPTIONS: list[tuple[Mapping[str, Any], str]] = [
         "`tensor_parallel_size=2`: replicas and shards follow from the nodes. Use `hierarchy=",
     ),
     ({"true_mean": 1}, "`true_mean=1`: `true_mean` must be a bool"),
+    ({"shard_gather": "int4"}, "`shard_gather='int4'` must be one of 'bf16', 'int8', or None"),
+    ({"shard_scatter": "topk"}, "`shard_scatter='topk'` must be one of 'bf16', 'int8', 'int4', or None"),
+    ({"shard_gather": PowerSGD()}, r"`shard_gather=PowerSGD\(.*\)`: choose one of 'bf16', 'int8', or None"),
+    ({"shard_scatter": 8}, "`shard_scatter=8` must be one of 'bf16', 'int8', 'int4', a method with its options"),
 ]
 
 

@@ -55,30 +55,38 @@ class StateAtStart(pl.Callback):
         self.state = state_of(trainer.strategy)
 
 
-def stop_and_go(path: Path, method: Any, resumed_method: Any, shards: bool, files: bool) -> tuple[Any, ...]:
+INSIDE = {"shard_gather": Int8(stochastic=True), "shard_scatter": Int8(stochastic=True)}
+
+
+def stop_and_go(
+    path: Path, shards: bool, files: bool, options: dict[str, Any], resumed_options: dict[str, Any]
+) -> tuple[Any, ...]:
     """Two epochs at once; and the second one alone, in another model."""
-    options: dict[str, Any] = {"save_distributed_checkpoint": shards}
     save, start = SaveAfterFirstEpoch(path, files), StateAtStart()
     data = batches(STEPS)
-    through = fit_sharded(sharded(method, **options), Regression(), data, max_epochs=2, callbacks=[save])
-    strategy = sharded(resumed_method, **options)
+    strategy = sharded(save_distributed_checkpoint=shards, **options)
+    through = fit_sharded(strategy, Regression(), data, max_epochs=2, callbacks=[save])
+    strategy = sharded(save_distributed_checkpoint=shards, **resumed_options)
     resumed = fit_sharded(strategy, Regression(seed=1), data, path, max_epochs=2, callbacks=[start])
     return through, resumed, save.state, start.state
 
 
 @pytest.mark.parametrize(
-    ("method", "shards", "files"),
+    ("method", "shards", "files", "inside"),
     [
-        ("none", True, False),
-        ("none", False, False),
-        ("int8", True, False),
-        ("int8", True, True),
-        ("int8", False, True),
-        (PowerSGD(rank=2), False, False),
+        ("none", True, False, {}),
+        ("none", False, False, {}),
+        ("int8", True, False, INSIDE),
+        ("int8", True, True, {}),
+        ("int8", False, True, INSIDE),
+        (PowerSGD(rank=2), False, False, {}),
     ],
 )
-def test_resumed_is_never_stopped(pool: WorkerPool, tmp_path: Path, method: Any, shards: bool, files: bool) -> None:
-    ranks = pool.run(stop_and_go, 4, tmp_path / "a.ckpt", method, method, shards, files, **NODES)
+def test_resumed_is_never_stopped(
+    pool: WorkerPool, tmp_path: Path, method: Any, shards: bool, files: bool, inside: dict[str, Any]
+) -> None:
+    options = {"method": method, **inside}
+    ranks = pool.run(stop_and_go, 4, tmp_path / "a.ckpt", shards, files, options, options, **NODES)
     assert (tmp_path / "a.ckpt").is_dir() == shards
     for through, resumed, saved, loaded in ranks:
         assert resumed.steps == through.steps == 2 * STEPS
@@ -86,26 +94,42 @@ def test_resumed_is_never_stopped(pool: WorkerPool, tmp_path: Path, method: Any,
         assert same_bits(saved, loaded)
         assert (method == "none") == (not tensors_of(saved))
     if method == "int8":
-        assert not same_bits(ranks[0][2]["first"], ranks[2][2]["first"]), "each rank has residuals of its own"
+        for kind in ["first"] + ["scatter"] * bool(inside):
+            assert not same_bits(ranks[0][2][kind], ranks[2][2][kind]), "each rank has residuals of its own"
 
 
 def mean_residual(states: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """The mean over replicas of the residual of each parameter, by its element."""
+    """What residuals will still add to the mean gradient of each parameter, by its element."""
     total: dict[str, Tensor] = {}
     for state in states:
-        for name, pieces in state["first"].items():
-            for first, values in pieces:
-                total.setdefault(name, torch.zeros(10_000))[first : first + len(values)] += values / 2
+        for kind, senders in (("first", 2), ("scatter", 4)):
+            for name, pieces in state.get(kind, {}).items():
+                for first, values in pieces:
+                    total.setdefault(name, torch.zeros(10_000))[first : first + len(values)] += values / senders
     return total
 
 
-def test_another_method_keeps_the_mean_residual(pool: WorkerPool, tmp_path: Path) -> None:
-    ranks = pool.run(stop_and_go, 4, tmp_path / "a.ckpt", Int8(), Int4(), False, False, **NODES)
-    before, after = (mean_residual([rank[i] for rank in ranks]) for i in (2, 3))
-    assert set(before) == {"layers.0.weight", "layers.3.weight", "layers.5.weight"}
-    for name, residual in before.items():
+OTHERWISE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"method": Int8()}, {"method": Int4()}),
+    ({"method": "int8", "shard_scatter": "int8"}, {"method": "int8"}),
+    ({"method": "none", "shard_scatter": "int8", "residuals": "mean"}, {"method": "none", "shard_scatter": "int4"}),
+    ({"method": "int8", "shard_scatter": "int8", "residuals": "mean"},) * 2,
+]
+
+
+@pytest.mark.parametrize(("before", "after"), OTHERWISE)
+def test_what_residuals_mean_is_kept(
+    pool: WorkerPool, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    ranks = pool.run(stop_and_go, 4, tmp_path / "a.ckpt", False, False, before, after, **NODES)
+    saved, loaded = (mean_residual([rank[i] for rank in ranks]) for i in (2, 3))
+    assert set(saved) == {"layers.0.weight", "layers.3.weight", "layers.5.weight"}
+    for name, residual in saved.items():
         assert residual.abs().max() > 0
-        torch.testing.assert_close(after[name], residual, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(loaded[name], residual, rtol=1e-5, atol=1e-8)
+    for through, resumed, *_ in ranks:
+        assert torch.equal(resumed.parameters, ranks[0][1].parameters)
+        assert not torch.equal(resumed.parameters, through.parameters)
 
 
 def in_one_process(path: Path) -> tuple[Tensor, Tensor, list[Tensor]]:

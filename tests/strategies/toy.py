@@ -168,23 +168,20 @@ def compresses(case: Case) -> bool:
 def each_route(which: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecorator:
     """Parametrises a test by `case` and `world`, so that each method and each way of travelling is met.
 
-    Casts run on two ranks (one hop), methods of 4 bit or more on two and three, coarser ones on three (two hops),
-    hierarchies on their four.
+    Casts and int8 run on two ranks (one hop), int4 and coarser methods on three (two hops, or an all-reduce),
+    hierarchies on their four. What belongs to a codec on other ranks is tested by the laws.
     """
-    worlds = {"A": (2,), "B": (2, 3), "C": (3,)}
-    return _by_case_and_world(
-        [
-            (case, world)
-            for case in CASES
-            for world in ([w for w in worlds[case.method.loss_safety] if w in case.worlds] or case.worlds[:1])
-            if which(case)
-        ]
-    )
+    return _by_case_and_world([(c, _ranks(c)) for c in CASES if which(c) and not c.engine_only])
+
+
+def _ranks(case: Case) -> int:
+    one_hop = case.method.loss_safety == "A" or case.method.name == "int8"
+    return 4 if case.hierarchy else 2 if one_hop else 3
 
 
 def each_method(which: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecorator:
-    """Parametrises a test by `case` and `world`: every method once, on two ranks where it can be."""
-    return _by_case_and_world([(c, min(c.worlds)) for c in CASES if which(c) and not c.hierarchy])
+    """Parametrises a test by `case` and `world`: every method once, on two ranks."""
+    return _by_case_and_world([(c, 2) for c in CASES if which(c) and not c.hierarchy and not c.engine_only])
 
 
 def _by_case_and_world(chosen: list[tuple[Case, int]]) -> pytest.MarkDecorator:

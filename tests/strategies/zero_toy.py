@@ -18,7 +18,8 @@ from tests.strategies.toy import Batch, Regression, batches, flat, loader
 
 __all__ = ["STEPS", "Full", "ZeroFit", "ZeroResume", "distance", "resumed", "zero_fit", "zero_strategy"]
 
-STEPS = 300
+STEPS = 60
+"""Of the longest fits; `benchmarks/sharded_distance.py` takes 300."""
 
 
 @dataclass
@@ -125,7 +126,7 @@ class ZeroResume:
 
 def resumed(stage: int, folder: Path) -> ZeroResume:
     """Fit two epochs in one go, and with a checkpoint between them."""
-    fits, data = {}, batches(10)
+    fits, data = {}, batches(4)
     for method in ("none", "int4"):
         straight = zero_fit(zero_strategy(stage, method), data=data, max_epochs=2)
         save = SaveAt(folder / method)

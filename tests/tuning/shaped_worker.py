@@ -6,10 +6,10 @@ import os
 import torch.distributed as dist
 
 from benchmarks.links.modes import Automatic
-from benchmarks.links.network import change_rate
 from benchmarks.links.rank import Task, begin, digest, leave
 from benchmarks.links.record import Run
 from benchmarks.links.workload import batch
+from lightning_commopt.demo.network import change_rate
 from lightning_commopt.tuning import AutoPolicy, Tuner
 
 FAST = "4gbit"

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from benchmarks.links.launch import launch
-from benchmarks.links.network import Network, why_not
 from benchmarks.links.rank import Task
+from lightning_commopt.demo.network import Network, why_not
 from lightning_commopt.tuning import Decision
 
 pytestmark = pytest.mark.runs("commopt", "auto")

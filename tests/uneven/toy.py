@@ -35,8 +35,13 @@ COUNTS = ((12, 11, 12), (11, 9, 11))
 METHODS = (Case(Uncompressed()), Case(Int8()), Case(PowerSGD(rank=2)))
 FITS = [
     pytest.param(METHODS[method], counts, window, id=f"{METHODS[method].method.name}-{counts}-{window}")
-    for method, counts in ((0, COUNTS[0]), (0, (9, 11)), (1, COUNTS[1]), (2, COUNTS[0]))
-    for window in (1, 4)
+    for method, counts, window in (
+        (0, COUNTS[0], 1),
+        (0, (9, 11), 4),
+        (1, COUNTS[1], 1),
+        (1, COUNTS[1], 4),
+        (2, COUNTS[0], 4),
+    )
 ]
 """Method, batches by rank, and the window of accumulation."""
 

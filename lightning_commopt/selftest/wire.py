@@ -1,4 +1,4 @@
-"""Counts what a rank hands to `torch.distributed`, below everything that the product counts itself."""
+"""Counts what a rank hands to ``torch.distributed``, below everything that the product counts itself."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,7 +56,7 @@ _REFUSED = (
 
 @contextmanager
 def counted_bytes() -> Iterator[list[int]]:
-    """Counts bytes until the end of the block, in the one element of the list; a call that it cannot count raises."""
+    """Count bytes until the end of the block, in the one element of the list; a call that it cannot count raises."""
     total = [0]
     before = {name: getattr(dist, name) for name in (*_COUNTED, *_REFUSED)}
 
@@ -80,6 +80,6 @@ def counted_bytes() -> Iterator[list[int]]:
 
 def _refuse(name: str) -> Callable[..., None]:
     def call(*args: Any, **options: Any) -> None:
-        raise AssertionError(f"`{name}` in the exchange of gradients: count it in tests/laws/wire.py.")
+        raise AssertionError(f"`{name}` in the exchange of gradients: count it in lightning_commopt/selftest/wire.py.")
 
     return call

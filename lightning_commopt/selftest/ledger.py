@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.laws.engine import Engine, gradients_of
+from lightning_commopt.selftest.engine import Engine, gradients_of
 
 __all__ = ["Ledger"]
 
@@ -14,13 +14,14 @@ __all__ = ["Ledger"]
 class Ledger:
     """Adds up, in fp64, the true means of all rounds and the results that were applied.
 
-    It also adds up by how much the two may differ. Each rounding of fp32 errs by at most `2^-24` of the largest number
-    at hand, and a round has about a dozen of them and one for each rank that is added: that is all for a method with
-    error feedback, whatever it drops. A cast may lose what it states for each hop.
+    It also adds up by how much the two may differ. Each rounding of fp32 errs by at most ``2^-24`` of the largest
+    number at hand, and a round has about a dozen of them and one for each rank that is added: that is all for a method
+    with error feedback, whatever it drops. A cast may lose what it states for each hop.
 
     Args:
         engine: Whose books these are.
-        sums: The `sums` of another ledger, to go on from.
+        sums: The :attr:`sums` of another ledger, to go on from.
+
     """
 
     def __init__(self, engine: Engine, sums: tuple[dict[str, Tensor], ...] | None = None) -> None:
@@ -39,6 +40,7 @@ class Ledger:
             round: Which gradients.
             names: The parameters that each rank used; None for all.
             casts: How often these gradients travel before they are applied.
+
         """
         world, case = self.engine.world, self.engine.case
         hops = casts * (1 + self.engine.path.route.second_hop)
@@ -54,7 +56,7 @@ class Ledger:
             self.allowance[name] += hops * case.absolute * max(largest.values())
 
     def deliver(self, results: Mapping[str, Tensor | None], names: Collection[str] | None = None) -> None:
-        """Add what was applied, in true units; `names` are the parameters that it was applied to, None for all."""
+        """Add what was applied, in true units; ``names`` are the parameters that it was applied to, None for all."""
         for name, result in results.items():
             if result is not None and (names is None or name in names):
                 self.delivered[name] += result.double().cpu()
@@ -68,12 +70,17 @@ class Ledger:
 
     def imbalance(self) -> float:
         """Return the largest difference between input and output plus residual, as a fraction of what is allowed."""
-        worst = 0.0
+        return self.worst()[0]
+
+    def worst(self) -> tuple[float, str]:
+        """Return :meth:`imbalance` and the parameter that has it. A collective."""
+        worst = 0.0, ""
         for name, owed in self.engine.residuals().items():
-            dist.all_reduce(owed, group=self.engine.ddp.process_group)
-            difference = (self.delivered[name] + owed - self.expected[name]).abs()
+            total = owed.to(self.engine.device)  # NCCL sums nothing on the CPU
+            dist.all_reduce(total, group=self.engine.ddp.process_group)
+            difference = (self.delivered[name] + total.cpu() - self.expected[name]).abs()
             excess = difference / self.allowance[name].clamp_min(1e-300)
-            worst = max(worst, float(excess.nan_to_num(torch.inf).max()) if excess.numel() else 0.0)
+            worst = max(worst, (float(excess.nan_to_num(torch.inf).max()) if excess.numel() else 0.0, name))
         return worst
 
     def _zeros(self) -> dict[str, Tensor]:

@@ -1,11 +1,13 @@
-"""A small byte-level GPT and its text: the model and data of the examples, in plain PyTorch and Lightning.
+"""A small byte-level GPT and its text: the model and data of the examples and of ``commopt demo``.
 
-The text is what every Python has on disk: the language reference behind ``help()`` and the sources of the standard
-library. Nothing is downloaded. Another Python version has a slightly different text: compare losses within one version.
+Plain PyTorch and Lightning. The text is what every Python has on disk: the language reference behind ``help()`` and the
+sources of the standard library. Nothing is downloaded. Another Python version has a slightly different text: compare
+losses within one version.
 """
 
 import math
 import sysconfig
+import warnings
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -14,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 VOCABULARY = 256
+LENGTH = 128
+"""Bytes that the model sees at once."""
 
 
 def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
@@ -156,3 +160,24 @@ def split_documents(every: int = 16) -> tuple[list[bytes], list[bytes]]:
     documents = [topics[name].encode() for name in sorted(topics)] + [path.read_bytes() for path in sources]
     train = [document for i, document in enumerate(documents) if i % every]
     return train, documents[::every]
+
+
+def loaders(batch_size: int, val_windows: int = 256) -> tuple[DataLoader[Tensor], DataLoader[Tensor]]:
+    """Return batches for training, shuffled, and an even sample of the held-out text, the same in every run.
+
+    Args:
+        batch_size: Windows of 128 bytes that a process gets in a step.
+        val_windows: Held-out windows.
+
+    """
+    train, val = (ByteWindows(documents, LENGTH) for documents in split_documents())
+    sample = Subset(val, range(0, len(val), len(val) // val_windows)[:val_windows])
+    return DataLoader(train, batch_size=batch_size, shuffle=True, drop_last=True), DataLoader(sample, batch_size=16)
+
+
+def quiet() -> None:
+    """Leave out two warnings that a script could do nothing about, or that are no problem for these data."""
+    # Lightning's own use of a deprecated PyTorch check.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    # A batch is a few slices of a tensor in memory: worker processes would only take cores from the training.
+    warnings.filterwarnings("ignore", message=r"The '\w+_dataloader' does not have many workers")

@@ -1,8 +1,9 @@
-"""What the laws run on: a module whose gradients the test chooses, DDP around it, and the gradient path as its hook."""
+"""What the laws run on: a module whose gradients are chosen, DDP around it, and the gradient path as its hook."""
 
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from lightning_commopt.routes import GradientPath, PinnedDDP
 from lightning_commopt.routes.topology import Topology
-from tests.methods import Case
+from lightning_commopt.selftest.case import Case
 
 __all__ = ["MANY_BUCKETS", "ONE_BUCKET", "SHAPES", "Bag", "Engine", "Gradients", "engine", "gradients_of"]
 
@@ -40,7 +41,7 @@ ONE_BUCKET = 25.0
 
 
 class Bag(nn.Module):
-    """Parameters whose gradients are whatever the test passes to `forward`."""
+    """Parameters whose gradients are whatever is passed to :meth:`forward`."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Bag(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.ones(shape, dtype=dtypes.get(name))))
 
     def forward(self, gradients: Gradients) -> Tensor:
-        """A loss with d loss / d parameter = `gradients[name]`, exactly; what is not named stays unused."""
+        """Return a loss with d loss / d parameter = ``gradients[name]``, exactly; what is not named stays unused."""
         products = [(self.get_parameter(name) * gradient).sum().double() for name, gradient in gradients.items()]
         return torch.stack(products).sum()
 
@@ -63,10 +64,12 @@ class Engine:
         unused: Whether parameters may stay unused.
         shadow: Whether a step may be skipped.
         view: Whether gradients are views of the buckets.
-        device: `cpu` or `cuda`.
+        device: ``cpu`` or ``cuda``.
         members: Ranks that take part; None for all.
         dtypes: Types of parameters that are not fp32.
-        options: Further arguments of `GradientPath`.
+        timeout: Of the groups; None for the default.
+        options: Further arguments of :class:`~lightning_commopt.routes.GradientPath`.
+
     """
 
     def __init__(
@@ -81,12 +84,14 @@ class Engine:
         device: str = "cpu",
         members: Collection[int] | None = None,
         dtypes: Mapping[str, torch.dtype] | None = None,
+        timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
         self.case, self.shapes = case, shapes
         everybody = range(dist.get_world_size())
         ranks = everybody if members is None else members
-        group, node_group, gradient_group = _groups(tuple(ranks), case.hierarchy if len(ranks) == len(everybody) else 0)
+        hierarchy = case.hierarchy if len(ranks) == len(everybody) else 0
+        group, node_group, gradient_group = _groups(tuple(ranks), hierarchy, timeout)
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device)
         if dist.get_rank() not in ranks:
             return
@@ -130,7 +135,7 @@ class Engine:
 
     @property
     def issued(self) -> list[list[tuple[str, int]]]:
-        """The operations that this rank has issued, by group: name and bytes."""
+        """Name and bytes of the operations that this rank has issued, by group."""
         nodes = [] if self.path.node is None else [self.path.node.transport]
         return [[(name, sent) for name, sent in transport.issued] for transport in [self.path.transport, *nodes]]
 
@@ -143,7 +148,8 @@ class Engine:
             keep: Whether gradients of the rounds before stay, so that this one is added.
 
         Returns:
-            A copy of `.grad` of each parameter.
+            A copy of ``.grad`` of each parameter.
+
         """
         if not keep:
             self.zero_grad()
@@ -171,7 +177,7 @@ class Engine:
         return {name: result / scale for name, result in results.items() if result is not None}
 
     def residuals(self) -> dict[str, Tensor]:
-        """What this rank still owes to the mean, fp64, in the shape of the parameter."""
+        """Return what this rank still owes to the mean, fp64 on the CPU, in the shape of the parameter."""
         owed = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in self.parameters.items()}
         state = self.path.state()
         for hop, share in (("first", 1 / self.path.transport.world), ("second", 1.0)):
@@ -181,12 +187,12 @@ class Engine:
         return {name: flat.view(self.parameters[name].shape) for name, flat in owed.items()}
 
     def save(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this rank."""
+        """Return what a checkpoint keeps of this rank."""
         path = self.path
         return {"state": path.state(), "rounds": path.rounds, "applied_steps": path.applied_steps}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take what `save` gave."""
+        """Take what :meth:`save` gave."""
         self.path.resume(saved["rounds"], saved["applied_steps"])
         self.path.load_state(saved["state"])
 
@@ -201,28 +207,30 @@ class Engine:
 
 @contextmanager
 def engine(case: Case, *args: Any, **options: Any) -> Iterator[Engine]:
-    """An `Engine` that is closed in the end; on ranks that are no members it has no path."""
+    """Make an :class:`Engine` that is closed in the end; on ranks that are no members it has no path."""
     made = Engine(case, *args, **options)
-    yield made
-    if hasattr(made, "path"):
-        made.path.close()
+    try:
+        yield made
+    finally:
+        if hasattr(made, "path"):
+            made.path.close()
 
 
 @lru_cache
 def _groups(
-    ranks: tuple[int, ...], hierarchy: int
+    ranks: tuple[int, ...], hierarchy: int, timeout: timedelta | None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None, dist.ProcessGroup]:
     """DDP's group, that of this rank's node, where there are nodes, and the one in which encoded gradients travel."""
-    group = dist.new_group(ranks)
+    group = dist.new_group(ranks, timeout=timeout)
     if not hierarchy:
-        return group, None, dist.new_group(ranks)
-    return group, *Topology(len(ranks) // hierarchy, hierarchy, reason="").groups(dist.get_backend(), timeout=None)
+        return group, None, dist.new_group(ranks, timeout=timeout)
+    return group, *Topology(len(ranks) // hierarchy, hierarchy, reason="").groups(dist.get_backend(), timeout)
 
 
 def gradients_of(
     rank: int, round: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES, names: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """A rank's gradients in a round: a part that ranks share and one of its own, of another magnitude a parameter."""
+    """Return a rank's gradients of a round: what ranks share plus what each has for itself, of many magnitudes."""
     made = {}
     for name, shape in shapes.items():
         if names is None or name in names:

@@ -10,7 +10,7 @@ __all__ = ["digest"]
 
 
 def digest(tensors: Mapping[str, Tensor | None]) -> str:
-    """A digest of names, shapes and bits: equal exactly if all of them are."""
+    """Return a digest of names, shapes and bits: equal exactly if all of them are."""
     made = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
         made.update(f"{name} {None if tensor is None else tuple(tensor.shape)} ".encode())

@@ -1,0 +1,171 @@
+"""``commopt plan``."""
+
+import re
+from typing import Literal
+
+from lightning_commopt.cli.errors import UsageError
+from lightning_commopt.cli.output import Answer
+from lightning_commopt.cli.plan_known import Known, known_of
+from lightning_commopt.cli.plan_output import plan_data, shown_plan
+from lightning_commopt.cli.units import byte_rate, byte_size, count
+from lightning_commopt.planning import Cluster, Model, Training, remedies
+from lightning_commopt.planning import plan as rank
+
+__all__ = ["plan"]
+
+_INTRA, _MEMORY, _BATCH_PER_GPU = 3e11, "80GB", 8
+_FLAGS = {
+    "devices": "gpus",
+    "per_node": "gpus-per-node",
+    "memory": "gpu-memory",
+    "flops_per_second": "tflops",
+    "utilisation": "mfu",
+    "memory_rate": "gpu-memory-bandwidth",
+    "inter_rate": "inter",
+    "intra_rate": "intra",
+    "sequence": "seq",
+}
+"""What is called otherwise on the command line."""
+
+
+def plan(
+    params: str | None = None,
+    gpus: int | None = None,
+    from_: str | None = None,
+    gpus_per_node: int | None = None,
+    gpu_memory: str | None = None,
+    tflops: float = 312.0,
+    mfu: float = 0.4,
+    gpu_memory_bandwidth: str = "1.5TB/s",
+    inter: str | None = None,
+    intra: str | None = None,
+    inter_latency_us: float | None = None,
+    intra_latency_us: float | None = None,
+    straggler: float = 1.0,
+    layers: int | None = None,
+    hidden: int | None = None,
+    heads: int | None = None,
+    seq: int = 2048,
+    vocab: int = 50257,
+    batch_per_gpu: int | None = None,
+    global_batch: int | None = None,
+    precision: Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true"] | None = None,
+    optimizer: Literal["adamw", "sgd"] = "adamw",
+    checkpointing: bool = False,
+    attention: Literal["flash", "stored"] = "flash",
+    compute_ms: float | None = None,
+    activation_memory: str | None = None,
+    accelerator: Literal["gpu", "cpu"] | None = None,
+    allow: list[Literal["onebit", "topk", "powersgd"]] | None = None,
+    top: int = 2,
+) -> Answer:
+    """How should this model be trained on this cluster?
+
+    Data parallel, pipeline, tensor parallel or shards, and with which compression?
+
+    Predicts memory, bytes and time of a step for every layout and method, ranks them, and prints the Trainer's code of
+    the best. Example:
+
+      commopt plan --params 1.3e9 --gpus 16 --gpus-per-node 8 --gpu-memory 40GB --inter 25Gbit --intra 300GB/s
+
+    After a run with CommMonitor(report="run.json"), measured instead of assumed:
+
+      commopt plan --from run.json --gpus 8 --inter 1Gbit
+
+    While a copy takes at most 80 % of one device, data parallel comes first. Exit code 1: nothing fits; it says what
+    would help.
+
+    Args:
+        params: Trainable parameters, such as 1.3e9, 350M or 7B.
+        gpus: Devices, all nodes together.
+        from_: A run.json of CommMonitor: its parameters, batch, compute, link and codecs, measured, where other options
+            do not say otherwise.
+        gpus_per_node: Devices of a node. All of them where it is left out.
+        gpu_memory: Memory of one device, such as 40GB or 80GiB; 80GB by default.
+        tflops: Peak of one device in the precision in use, 10^12 operations a second.
+        mfu: Part of that peak that a training step reaches, 0 to 1.
+        gpu_memory_bandwidth: Of one device, such as 1.5TB/s; codecs and optimizers are taken to be as fast.
+        inter: What a node sends to other nodes in one direction, all its cards together, such as 25Gbit.
+        intra: What a device sends to others of its node in one direction, such as 300GB/s (vendors often
+            add up both); 300GB/s by default.
+        inter_latency_us: Of an empty message between nodes, microseconds; 20 by default.
+        intra_latency_us: Of an empty message inside a node, microseconds; 5 by default.
+        straggler: How many times as long the slowest device computes, such as 1.2.
+        layers: Blocks of a transformer. Left out: shaped like GPT-3's models.
+        hidden: Width of a transformer.
+        heads: Of attention.
+        seq: Tokens of a sample.
+        vocab: Size of the output layer, 0 for none.
+        batch_per_gpu: Samples of a step for each device; 8 by default.
+        global_batch: Samples of a step on all devices together, instead.
+        precision: As the Trainer has it; bf16-mixed by default.
+        optimizer: Of the two moments or the one that are kept.
+        checkpointing: Activations of a block are computed again in backward.
+        attention: Whether backward finds the scores of attention stored, or a fused kernel computes them again.
+        compute_ms: Measured forward and backward of one device's samples of a step, milliseconds, instead of tflops.
+        activation_memory: Measured activations of one sample, such as 300MB, instead of a transformer's.
+        accelerator: gpu by default. Where it is cpu, a device stands for a process.
+        allow: Methods of class C that may be recommended: some of onebit, topk, powersgd, as a list: [onebit].
+        top: So many rows' code is printed.
+
+    """
+    known = Known() if from_ is None else known_of(from_)
+    numel = known.params if params is None else count(params)
+    gpus = known.gpus if gpus is None else gpus
+    if numel is None or gpus is None:
+        raise UsageError("`--params` and `--gpus` are missing, such as `--params 1.3e9 --gpus 16`; or give `--from`.")
+    if batch_per_gpu is not None and global_batch is not None:
+        raise UsageError("`--batch-per-gpu` and `--global-batch` both say how many samples a step has: give one.")
+    per_node = gpus_per_node or known.per_node or max(gpus, 1)
+    nothing_between = inter is None and known.inter_rate is None
+    if gpus > per_node and nothing_between:
+        raise UsageError("`--inter` is missing: what a node sends to the others in one direction, such as 25Gbit.")
+    inside = known.intra_rate or _INTRA if intra is None else byte_rate(intra)
+    batch = global_batch or (batch_per_gpu or known.batch_per_gpu or _BATCH_PER_GPU) * gpus
+    compute = (compute_ms, batch / gpus) if compute_ms is not None else (known.compute_ms, known.compute_samples)
+    try:
+        cluster = Cluster(
+            gpus,
+            per_node,
+            byte_size(gpu_memory or _MEMORY),
+            tflops * 1e12,
+            mfu,
+            byte_rate(gpu_memory_bandwidth),
+            byte_rate(inter) if inter is not None else known.inter_rate or inside,
+            inside,
+            known.latency_ms if inter_latency_us is None else inter_latency_us * 1e-3,
+            known.intra_latency_ms if intra_latency_us is None else intra_latency_us * 1e-3,
+            straggler,
+            known.kind if accelerator is None else "cuda" if accelerator == "gpu" else "cpu",
+            known.stolen_ns_per_byte,
+            known.contention,
+            known.codecs,
+        )
+        model = Model.shaped(numel, layers=layers, hidden=hidden, heads=heads, sequence=seq, vocabulary=vocab)
+        training = Training(
+            batch,
+            precision or known.precision,
+            optimizer,
+            checkpointing,
+            attention,
+            *compute,
+            None if activation_memory is None else byte_size(activation_memory),
+        )
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise _usage(error) from None
+    ranking = rank(model, training, cluster, allow or ())
+    help_with = [] if ranking.feasible else list(remedies(model, training, cluster, ranking))
+    told = known.compared(ranking)
+    return Answer(
+        {**plan_data(model, training, cluster, ranking, help_with, top), "run": told},
+        [*shown_plan(model, training, cluster, ranking, help_with, top), *([] if told is None else [told.sentence])],
+        0 if ranking.feasible else 1,
+    )
+
+
+def _usage(error: ValueError) -> UsageError:
+    """Return an error that names options as a person writes them."""
+    text = re.sub(r"`(\w+)=", lambda match: f"`--{_FLAGS.get(match[1], match[1].replace('_', '-'))}=", str(error))
+    return UsageError(text)

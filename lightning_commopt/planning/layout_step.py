@@ -1,0 +1,100 @@
+"""A step under a layout and a method: what it takes, and what it moves."""
+
+from dataclasses import replace
+from math import ceil
+
+from lightning_commopt.compression import Compression, Uncompressed
+from lightning_commopt.pipeline.schedules import one_f_one_b
+from lightning_commopt.pipeline.simulate import StageCost
+from lightning_commopt.planning.events import run
+from lightning_commopt.planning.exchange import gradient_link, gradient_plan
+from lightning_commopt.planning.pipelined import Travel, add_pipelined
+from lightning_commopt.planning.sharded_layout import sharded, zero
+from lightning_commopt.planning.stepping import Step, add_data_parallel
+from lightning_commopt.planning.work import NODE, Moved, Work, node_or_inside, sent_bytes
+from lightning_commopt.tuning.bucket_cost import bucket_costs
+
+__all__ = ["Moved", "Work", "simulate_layout"]
+
+
+def simulate_layout(work: Work, method: Compression | None) -> Moved:
+    """Simulate a step.
+
+    Args:
+        work: What is to be done.
+        method: Of compression; None: DeepSpeed's own ZeRO++.
+
+    """
+    if work.layout.kind == "data":
+        step, moved = _data_parallel(work, method or Uncompressed())
+    elif work.layout.kind in ("pipeline", "tensor"):
+        step, moved = _pipelined(work, method or Uncompressed())
+    elif work.layout.kind == "zero" and work.layout.stage < 3:
+        step, moved = zero(work, method or Uncompressed())
+    else:
+        step, moved = sharded(work, method)
+    busy_ms = sum(ms for task in step.tasks for name, ms in task.links if name.startswith(NODE))
+    nodes = len({name for task in step.tasks for name, _ in task.links if name.startswith(NODE)})
+    node_bytes = busy_ms / max(1, nodes) * 1e-3 * work.cluster.inter_rate
+    return replace(moved, step_ms=run(step.tasks).end, node_bytes=node_bytes)
+
+
+def _data_parallel(work: Work, method: Compression) -> tuple[Step, Moved]:
+    step, cluster = Step(), work.cluster
+    plan = gradient_plan(work.model, work.training, cluster, method, 1)
+    costs = bucket_costs(gradient_link(cluster, work.layout, method), plan) if work.layout.replicas > 1 else []
+    if not costs:
+        plan = replace(plan, bucket_numels=())
+    link = node_or_inside(cluster.nodes > 1)
+    add_data_parallel(step, work.profile, costs, plan, passes=work.passes, factors=work.factors, link=link)
+    return step, Moved(0.0, sent_bytes(costs), 0.0, 0.0, 0.0)
+
+
+def _pipelined(work: Work, method: Compression) -> tuple[Step, Moved]:
+    model, cluster, layout, local = work.model, work.cluster, work.layout, work.cluster.local
+    step, schedule = Step(), one_f_one_b(layout.stages, work.passes)
+    message = work.samples * model.sequence * model.hidden * work.training.activation_size
+    tensor_bytes, tensor_ms = _tensor_parallel(work, message)
+    profile = work.profile
+    cost = StageCost(profile.forward_ms + tensor_ms / 2, profile.backward_ms + tensor_ms / 2)
+    plan = gradient_plan(model, work.training, cluster, method, layout.ranks_per_copy)
+    costs = bucket_costs(gradient_link(cluster, layout, method), plan) if layout.replicas > 1 else []
+    crosses = layout.replicas > max(1, local // layout.ranks_per_copy)
+    links = [node_or_inside(crosses, stage * layout.tensor // local) for stage in range(layout.stages)]
+    slow = [work.cluster.straggler if stage == layout.stages // 2 else 1.0 for stage in range(layout.stages)]
+    kinds = [[1.0] * layout.stages] if layout.replicas > 1 or len(work.factors) == 1 else []
+    kinds += [slow] if len(work.factors) > 1 else []
+    travels = [_travel(work, message, copy) for copy in range(len(kinds))]
+    add_pipelined(
+        step, schedule, [cost] * layout.stages, travels, [costs] * layout.stages, links, profile.optimizer_ms, kinds
+    )
+    hops = 2 * (layout.stages - 1) / layout.stages * work.passes
+    return step, Moved(0.0, sent_bytes(costs), hops * message + tensor_bytes, 0.0, 0.0)
+
+
+def _travel(work: Work, message: float, copy: int) -> Travel:
+    """Return what a message between stages takes: every rank of a stage sends it whole to its counterpart."""
+    cluster, tensor, local = work.cluster, work.layout.tensor, work.cluster.local
+
+    def travel(source: int, target: int) -> tuple[tuple[tuple[str, float], ...], float]:
+        from_node, to_node = source * tensor // local, target * tensor // local
+        if from_node == to_node:
+            return (), message / cluster.intra_rate * 1e3 + cluster.intra_latency_ms
+        busy_ms = tensor * message / cluster.inter_rate * 1e3
+        return ((f"{NODE} {from_node} of copy {copy}" if copy else f"{NODE} {from_node}", busy_ms),), (
+            cluster.inter_latency_ms
+        )
+
+    return travel
+
+
+def _tensor_parallel(work: Work, message: float) -> tuple[float, float]:
+    """Return the bytes of a step and the ms of a pass for all-reduces of activations: two a block each way."""
+    tensor = work.layout.tensor
+    if tensor == 1:
+        return 0.0, 0.0
+    layers = ceil(work.model.layers / work.layout.stages)
+    count = layers * (6 if work.training.checkpointing else 4)
+    sent = 2 * (tensor - 1) / tensor * message
+    one_ms = sent / work.cluster.intra_rate * 1e3 + 2 * (tensor - 1) * work.cluster.intra_latency_ms
+    return count * sent * work.passes, count * one_ms

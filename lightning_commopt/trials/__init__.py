@@ -1,0 +1,6 @@
+"""Short runs of a user's own Trainer, to see what is wrong with it and which settings suit it."""
+
+from lightning_commopt.trials.options import StopAfter, quiet, trainer_options
+from lightning_commopt.trials.target import Setup, Target, TargetError
+
+__all__ = ["Setup", "StopAfter", "Target", "TargetError", "quiet", "trainer_options"]

@@ -1,0 +1,77 @@
+"""``commopt plan --from run.json``."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_commopt.callbacks.monitor.summary import CommSummary
+from lightning_commopt.callbacks.report.content import Measured, ReportContent
+from lightning_commopt.callbacks.report.run_file import write_run
+from lightning_commopt.cli import main
+from lightning_commopt.compression import Int8, Uncompressed
+from lightning_commopt.tuning import Channel, CodecCost, ComputeProfile, Link, Plan, bucket_numels, predict
+
+pytest.importorskip("jsonargparse")
+
+NUMELS = (500_000,) * 4
+CHANNEL = Channel(1e8, 0.05, 2.0)
+PROFILE = ComputeProfile(10.0, 20.0, 2.0, contention=0.5)
+CODEC = CodecCost(1.0, 1.0, 1.0, 50.0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of two ranks, a host each, under `auto`, which stayed dense."""
+    summary = CommSummary(
+        method="none", world_size=2, steps=50, skipped_steps=0, memory_mb=0.0, step_ms=150.0, compute_ms=32.0
+    )
+    measured = Measured(NUMELS, 4 * sum(NUMELS), 8.0, Link(2, CHANNEL, CHANNEL), PROFILE, (("int8", CODEC),))
+    environment = (("ranks", "2 on 2 hosts"), ("devices", "cpu"), ("precision", "32-true"))
+    write_run(tmp_path / "run.json", ReportContent(summary, measured=measured, environment=environment))
+    return tmp_path / "run.json"
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    assert main(["plan", *words, "--json"]) == 0
+    data: dict[str, object] = json.loads(capsys.readouterr().out)
+    return data
+
+
+def test_what_was_measured_is_what_the_plan_has(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = planned(capsys, "--from", str(run))
+    assert data["model"]["params"] == sum(NUMELS)  # type: ignore[index]
+    cluster = data["cluster"]
+    assert isinstance(cluster, dict)
+    assert (cluster["devices"], cluster["per_node"], cluster["kind"]) == (2, 1, "cpu")
+    assert cluster["inter_rate"] == 1e8
+    assert data["training"]["global_batch"] == 16  # type: ignore[index]
+    told = data["run"]
+    assert isinstance(told, dict)
+    assert told["measured_ms"] == 150.0
+    assert told["same_cluster"]
+
+
+def test_it_predicts_what_auto_would(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Up to where buckets end, and the optimizer, which a plan takes from the speed of memory."""
+    rows = planned(capsys, "--from", str(run))["rows"]
+    assert isinstance(rows, list)
+    link = Link(2, CHANNEL, CHANNEL)
+    for method, codec in ((Uncompressed(), CodecCost()), (Int8(), CODEC)):
+        told = predict(PROFILE, link, Plan(method, bucket_numels(NUMELS, 25), codec, overlapped=True))
+        (row,) = [row for row in rows if row["kind"] == "data" and row["method"] == method.name]
+        assert row["step_ms"] == pytest.approx(told.step_ms - PROFILE.optimizer_ms, rel=0.08)
+
+
+def test_options_go_before_what_was_measured(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = planned(capsys, "--from", str(run), "--gpus", "4", "--inter", "10Gbit", "--batch-per-gpu", "2")
+    assert data["cluster"]["devices"] == 4  # type: ignore[index]
+    assert data["cluster"]["inter_rate"] == 1.25e9  # type: ignore[index]
+    assert data["training"]["global_batch"] == 8  # type: ignore[index]
+    assert not data["run"]["same_cluster"]  # type: ignore[index]
+
+
+def test_no_run_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    assert main(["plan", "--from", str(tmp_path / "other.json")]) == 2
+    assert "is not a run" in capsys.readouterr().err
