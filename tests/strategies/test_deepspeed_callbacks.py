@@ -16,7 +16,10 @@ from tests.pool import WorkerPool
 from tests.strategies.toy import Regression, batches
 from tests.strategies.zero_toy import Full, ZeroFit, zero_fit, zero_strategy
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+    pytest.mark.runs("commopt_deepspeed", "callbacks"),
+]
 
 STEPS = 8
 

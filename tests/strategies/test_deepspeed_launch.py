@@ -15,7 +15,10 @@ from lightning.pytorch import Trainer
 from tests.strategies import zero_launched
 from tests.strategies.zero_launched import ONE_FILE, STEPS, Net, loader
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+    pytest.mark.runs("commopt_deepspeed", "launch by torchrun and Lightning"),
+]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(zero_launched.__file__))
