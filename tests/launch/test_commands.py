@@ -149,6 +149,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
                         code, left = job.finish()
                         found[name].codes.append(code)
                         found[name].left += left
+                        shutil.rmtree(job.variables.get("COMMOPT_TEST_RAY", ""), ignore_errors=True)
                     found[name].output = jobs[0].output()
             time.sleep(0.05)
         yield found
