@@ -57,7 +57,7 @@ class CommMonitor(Callback):
     ``sent_exact_mb_per_step``        MB           gradients that travel exactly
     ``sent_header_mb_per_step``       MB           flags and padding
     ``sent_inside_node_mb_per_step``  MB           inside a node; under sharding, parameters too
-    ``compression_ratio``             -            bytes of plain DDP over bytes sent
+    ``compression_ratio``             -            bytes of plain DDP over bytes sent, those inside a node left out
     ``compression_error``             -            largest ``||residual|| / ||input||`` of a bucket, when last sampled
     ``gpu_busy_ratio``                0 to 1       NVML's utilisation of the ranks' GPUs, sampled
     ``gpu_memory_mb``                 MB           in use on the fullest GPU, by all processes
