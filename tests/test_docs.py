@@ -160,7 +160,8 @@ def check_commopt(words: list[str]) -> None:
         return
     assert words[0] in COMMANDS, f"no command `commopt {words[0]}`"
     module, function = COMMANDS[words[0]][0].split(":")
-    options = {*inspect.signature(getattr(import_module(module), function)).parameters, "json", "help"}
+    parameters = inspect.signature(getattr(import_module(module), function)).parameters
+    options = {*(name.rstrip("_") for name in parameters), "json", "help"}
     given = {word.removeprefix("--").split("=")[0].replace("-", "_") for word in words if word.startswith("--")}
     assert given <= options, f"commopt {words[0]}: {given - options}"
 

@@ -1,8 +1,10 @@
 """`commopt doctor`."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
 from lightning_commopt.callbacks.doctor.machines import examine, machine
 from lightning_commopt.cli import main
