@@ -4,8 +4,9 @@
     python examples/deepspeed_gpt.py --stage 3 --compression int4
     python examples/deepspeed_gpt.py --compression none           # gradients as DeepSpeed sends them
 
-The model and its data (``byte_gpt.py``) are plain Lightning code, the same as in ``quickstart.py``. DeepSpeed writes a
-folder to which each process contributes its part; ``consolidate`` makes one file of it for a plain Trainer.
+The model and its data (``lightning_commopt/demo/byte_gpt.py``) are plain Lightning code, the same as in
+``quickstart.py``. DeepSpeed writes a folder to which each process contributes its part; ``consolidate`` makes one file
+of it for a plain Trainer.
 """
 
 import argparse
@@ -14,12 +15,12 @@ import warnings
 from pathlib import Path
 
 import lightning as L
-from byte_gpt import ByteWindows, LitByteGPT, split_documents
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader, Subset
 
 from lightning_commopt import CommOptDeepSpeedStrategy
 from lightning_commopt.callbacks import CommMonitor
+from lightning_commopt.demo.byte_gpt import ByteWindows, LitByteGPT, split_documents
 from lightning_commopt.zero.consolidate import consolidate
 
 LENGTH = 128  # bytes that the model sees at once

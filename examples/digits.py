@@ -9,7 +9,9 @@ rate, which was found for 32 images a step, by the number of processes, and warm
 """
 
 import argparse
+import sys
 import warnings
+from collections.abc import Sequence
 
 import lightning as L
 import torch
@@ -20,6 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_commopt.callbacks import CommMonitor, LinearLRScaling  # also registers the strategy names
+
+Loader = DataLoader[tuple[Tensor, ...]]
 
 CLASSES = 10
 VAL_IMAGES = 360
@@ -78,8 +82,8 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(x[train], y[train]), TensorDataset(x[val], y[val])
 
 
-def parse_args() -> argparse.Namespace:
-    """Read the command line."""
+def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or other words."""
     parser = argparse.ArgumentParser(
         description="Recognise handwritten digits.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -91,14 +95,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="images a process and step")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate for 32 images a step")
     parser.add_argument("--seed", type=int, default=1, help="seed of the weights and of the order of the images")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def main() -> None:
-    """Train for the given number of epochs, validating after each."""
-    args = parse_args()
+def make_trainer(words: Sequence[str] = ()) -> tuple[L.Trainer, LitDigits, Loader]:
+    """Return what trains, the model and its data, ready for ``fit``.
+
+    ``commopt tune examples/digits.py:make_trainer`` and ``commopt doctor --compare`` call it, too.
+    """
+    args = parse_args(words)
     L.seed_everything(args.seed, verbose=False)
-    train, val = digits()
     trainer = L.Trainer(
         strategy=args.strategy,
         accelerator=args.accelerator,
@@ -110,11 +116,15 @@ def main() -> None:
         logger=False,
         enable_checkpointing=False,
     )
-    trainer.fit(
-        LitDigits(lr=args.lr),
-        train_dataloaders=DataLoader(train, batch_size=args.batch_size, shuffle=True, drop_last=True),
-        val_dataloaders=DataLoader(val, batch_size=60),
-    )
+    train, _ = digits()
+    return trainer, LitDigits(lr=args.lr), DataLoader(train, batch_size=args.batch_size, shuffle=True, drop_last=True)
+
+
+def main() -> None:
+    """Train for the given number of epochs, validating after each."""
+    trainer, model, train = make_trainer(sys.argv[1:])
+    _, val = digits()
+    trainer.fit(model, train_dataloaders=train, val_dataloaders=DataLoader(val, batch_size=60))
     accuracy = trainer.callback_metrics["val_accuracy"].item()
     if trainer.is_global_zero:
         print(f"{accuracy:.1%} of the {VAL_IMAGES} held-out digits are recognised.")

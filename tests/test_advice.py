@@ -78,6 +78,19 @@ def test_a_method_is_not_advised_instead_of_itself_or_a_harsher_one() -> None:
     assert methods == ["`int4` instead of `int8`"]
 
 
+def test_bytes_are_those_of_the_method_whatever_nodes_save() -> None:
+    running = replace(averages(50.0, 50.0, 0.0), compression_ratio=12.0)  # int8 between nodes of three
+    gains = dict(advise(running, "int8", Situation(nodes=2, ranks_per_node=3, hierarchical=True)).remedies)
+    part = (1 / 2 + 1 / 128) / (1 + 2 / 256)
+    assert gains["`int4` instead of `int8`"] == pytest.approx(100 / (100 - 50 * (1 - part)))
+
+
+def test_lightning_accumulates_nothing_under_manual_optimization() -> None:
+    told = advise(averages(50.0, 50.0, 0.0), "none", Situation(automatic=False))
+    assert "accumulate" not in told.advice
+    assert "a batch twice as large" in told.advice
+
+
 @pytest.mark.parametrize(
     ("situation", "words"),
     [

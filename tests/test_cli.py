@@ -163,7 +163,7 @@ def test_wrong_flag_is_named(options: dict[str, object], told: str, capsys: pyte
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"compression": "int5"}, "`compression='int5'` is not a method. Choose one of 'none', 'bf16'"),
+        ({"compression": "int5"}, "`compression='int5'` is not a method. Choose one of 'auto', 'none', 'bf16'"),
         ({"compression": "Int4", "compression__block": 100}, r"`Int4\(block=100\)`: `block` must be a power of two"),
         ({"compression": "none", "start_step": 5}, "`start_step=5` has no meaning for method `none`"),
         ({"compression": "int8", "nccl": "{alg: Ring}"}, "does not know the variable `ALG`. Did you mean `ALGO`"),

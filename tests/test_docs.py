@@ -24,7 +24,12 @@ from lightning_commopt.cli import COMMANDS
 from lightning_commopt.compression import METHODS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
 
 NAMES: dict[str, Any] = {"L": L, "Trainer": L.Trainer, "torch": torch, "DDPStrategy": DDPStrategy} | {
@@ -155,7 +160,8 @@ def check_commopt(words: list[str]) -> None:
         return
     assert words[0] in COMMANDS, f"no command `commopt {words[0]}`"
     module, function = COMMANDS[words[0]][0].split(":")
-    options = {*inspect.signature(getattr(import_module(module), function)).parameters, "json", "help"}
+    parameters = inspect.signature(getattr(import_module(module), function)).parameters
+    options = {*(name.rstrip("_") for name in parameters), "json", "help"}
     given = {word.removeprefix("--").split("=")[0].replace("-", "_") for word in words if word.startswith("--")}
     assert given <= options, f"commopt {words[0]}: {given - options}"
 

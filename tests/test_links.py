@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.links.bound import Compute, Link, shortest_step_ms
+from benchmarks.links.bound import Link, shortest_step_ms
 from benchmarks.links.record import Run, Series
 from benchmarks.links.report import markdown, rows
 from lightning_commopt.demo.network import Network, NetworkError, bits_per_second, why_not
+from lightning_commopt.tuning import ComputeProfile
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 100.0
@@ -137,7 +138,7 @@ def test_rates() -> None:
             bits_per_second(word)
 
 
-COMPUTE = Compute(forward=10, backward=20, optimizer=5, ready=[(100, 8.0), (300, 14.0), (400, 19.0)])
+COMPUTE = ComputeProfile(10, 20, 5, ready=[(100, 8.0), (300, 14.0), (400, 19.0)])
 SLOW = Link(bits_per_second=8e6, latency_ms=0.5)  # 1,000 bytes a millisecond
 
 

@@ -16,7 +16,9 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_commopt.callbacks import CommProfiler, TraceTimes
+from lightning_commopt.callbacks import CommMonitor, CommProfiler, CommSummary, TraceTimes
+from lightning_commopt.callbacks.monitor import step_clock
+from lightning_commopt.callbacks.monitor.averages import WARM_UP_STEPS
 from lightning_commopt.callbacks.profiler.trace import times_of
 from tests.pool import WorkerPool, trainer
 
@@ -88,6 +90,45 @@ def test_profiling_changes_nothing(pool: WorkerPool, tmp_path: Path, strategy: s
     profilers = (None, CommProfiler(start_step=2, steps=3, folder=tmp_path))
     plain, profiled = (pool.run(fit, 2, strategy, profiler)[0][1] for profiler in profilers)
     assert all(torch.equal(a, b) for a, b in zip(plain, profiled, strict=True))
+
+
+def monitored(folder: str, order: int) -> CommSummary:
+    """A fit in planted time: a batch takes a second, but ten while it is recorded, and so does the end of recording."""
+    now = 0.0
+    step_clock.time = SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now)  # type: ignore[assignment]
+    profiler, monitor = CommProfiler(5, 2, folder), CommMonitor(table=False)
+
+    class Planted(Net):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            nonlocal now
+            now += 10.0 if profiler.records else 1.0
+            return super().training_step(batch, batch_idx)
+
+    stop = profiler._stop
+
+    def slow_stop() -> None:
+        nonlocal now
+        now += 10.0 * profiler._running
+        stop()
+
+    profiler._stop = slow_stop  # type: ignore[method-assign]
+    callbacks = [profiler, monitor][::order]
+    t = trainer(2, "commopt_int8", callbacks=callbacks, max_steps=12)
+    t.fit(Planted(), DataLoader(TensorDataset(torch.ones(200, 4, 64)), batch_size=None))
+    assert monitor.summary is not None
+    return monitor.summary
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["profiler first", "monitor first"])
+def test_the_monitor_leaves_recorded_steps_out(pool: WorkerPool, tmp_path: Path, order: int) -> None:
+    left_out = 2 if order == 1 else 3  # the end of recording falls into the next step
+    for summary in pool.run(monitored, 2, str(tmp_path), order):
+        assert summary.steps == 12
+        assert summary.left_out_steps == left_out
+        assert summary.measured_steps == 12 - WARM_UP_STEPS - left_out
+        assert summary.step_ms == pytest.approx(1000)
+        assert summary.sent_mb_per_step is not None
+        assert summary.compression_ratio == pytest.approx(summary.dense_mb_per_step / summary.sent_mb_per_step)  # type: ignore[operator]
 
 
 def steps_in(folder: str, start_step: int, steps: int, **options: Any) -> int:

@@ -1,33 +1,11 @@
 """The shortest possible step, given what is computed and what is sent."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Compute", "Link", "shortest_step_ms"]
+from lightning_commopt.tuning import ComputeProfile
 
-
-@dataclass(frozen=True)
-class Compute:
-    """A step that exchanges nothing, ms.
-
-    Args:
-        forward: Duration of forward.
-        backward: Duration of backward.
-        optimizer: Duration of the optimizer's step.
-        ready: ``(elements, ms)``: how many gradients are there how long after the beginning of backward, ascending.
-
-    """
-
-    forward: float
-    backward: float
-    optimizer: float
-    ready: Sequence[tuple[int, float]]
-
-    def ready_ms(self, numel: int) -> float:
-        """Time from the beginning of backward until the first ``numel`` gradients are there."""
-        place = bisect_left([elements for elements, _ in self.ready], numel)
-        return min(self.ready[min(place, len(self.ready) - 1)][1], self.backward)
+__all__ = ["Link", "shortest_step_ms"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +27,12 @@ class Link:
 
 
 def shortest_step_ms(
-    compute: Compute, link: Link, sent_bytes: float, bucket_numels: Sequence[int], hops: int, codec_ms: float = 0.0
+    compute: ComputeProfile,
+    link: Link,
+    sent_bytes: float,
+    bucket_numels: Sequence[int],
+    hops: int,
+    codec_ms: float = 0.0,
 ) -> float:
     """Return the lower bound on a step.
 
@@ -73,10 +56,10 @@ def shortest_step_ms(
         codec_ms: ``T_codec``.
 
     """
-    alone = compute.forward + compute.optimizer
     if not bucket_numels:
-        return alone + compute.backward
+        return compute.step_ms
+    alone = compute.forward_ms + compute.optimizer_ms
     total = sum(bucket_numels)
     wires = [link.wire_ms(sent_bytes * numel / total, hops) for numel in bucket_numels]
-    first_ready = compute.ready_ms(bucket_numels[0])
-    return alone + max(compute.backward + codec_ms + wires[-1], first_ready + sum(wires))
+    first_ready = compute.ready_ms(bucket_numels[0], total)
+    return alone + max(compute.backward_ms + codec_ms + wires[-1], first_ready + sum(wires))

@@ -6,9 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median, quantiles
 
-from benchmarks.links.bound import Compute, Link, shortest_step_ms
+from benchmarks.links.bound import Link, shortest_step_ms
 from benchmarks.links.record import Run, Series
 from lightning_commopt.demo.network import bits_per_second
+from lightning_commopt.tuning import ComputeProfile
 
 __all__ = ["Row", "markdown", "plot", "rows"]
 
@@ -85,7 +86,7 @@ def _pairs(run: Run, other: Series, mine: Series) -> list[tuple[float, float]]:
 
 
 def _bound_ms(run: Run, floor: Series, series: Series) -> float:
-    compute = Compute(median(floor.forward_ms), median(floor.backward_ms), median(floor.optimizer_ms), run.ready)
+    compute = ComputeProfile(median(floor.forward_ms), median(floor.backward_ms), median(floor.optimizer_ms), run.ready)
     link = Link(bits_per_second(run.rate), run.latency_ms)
     codec_ms = median(series.codec_ms)
     return shortest_step_ms(compute, link, fmean(series.tx_bytes), series.bucket_numels, series.hops, codec_ms)

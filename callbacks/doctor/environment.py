@@ -18,7 +18,7 @@ from lightning_commopt.callbacks.doctor.probe import LinkSpeed, fastest, probe
 from lightning_commopt.routes.topology import node_name
 from lightning_commopt.strategies.nccl import same_on_all_ranks
 
-__all__ = ["EnvironmentCheck", "RankFacts", "problems"]
+__all__ = ["EnvironmentCheck", "RankFacts", "facts_of_rank", "problems"]
 
 _SMALL_SHM = 1 << 30
 _SLOWER = 3.0
@@ -51,6 +51,27 @@ class RankFacts:
     infiniband: bool
 
 
+def facts_of_rank(backend: str, workers: bool) -> RankFacts:
+    """Return where this process runs.
+
+    Args:
+        backend: Of the process group that it has, or would have.
+        workers: Whether data loaders have worker processes.
+
+    """
+    lines = log_lines(os.environ)
+    return RankFacts(
+        node=node_name(),
+        backend=backend,
+        interface=interface_to_others(os.environ, backend),
+        variables=variables(os.environ),
+        transports=None if lines is None else transports(lines),
+        shared_memory=shared_memory_bytes(),
+        workers=workers,
+        infiniband=has_infiniband(),
+    )
+
+
 class EnvironmentCheck(Check):
     """Backend, interface, NCCL's variables and transports, shared memory, nodes, and a short test of the links."""
 
@@ -68,18 +89,7 @@ class EnvironmentCheck(Check):
 
     def _facts(self) -> RankFacts:
         loaders = CombinedLoader(self.run.trainer.train_dataloader).flattened
-        backend = dist.get_backend()
-        lines = log_lines(os.environ)
-        return RankFacts(
-            node=node_name(),
-            backend=backend,
-            interface=interface_to_others(os.environ, backend),
-            variables=variables(os.environ),
-            transports=None if lines is None else transports(lines),
-            shared_memory=shared_memory_bytes(),
-            workers=any(getattr(loader, "num_workers", 0) > 0 for loader in loaders),
-            infiniband=has_infiniband(),
-        )
+        return facts_of_rank(dist.get_backend(), any(getattr(loader, "num_workers", 0) > 0 for loader in loaders))
 
     def _links(self, nodes: Sequence[str]) -> dict[str, dict[int, LinkSpeed]]:
         """Return the speed of each group of ranks, by its first rank: inside nodes and between them."""

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from lightning_commopt.callbacks.doctor.finding import Finding
 
-__all__ = ["report"]
+__all__ = ["lines", "report"]
 
 _WIDTH = (80, 120)
 
@@ -25,15 +25,20 @@ def report(findings: Sequence[Finding], when: str, width: int | None = None) -> 
     names = list(dict.fromkeys(finding.check for finding in findings))
     bad = {finding.check for finding in findings if finding.found}
     verdict = f"{len(bad)} of {len(names)} checks found something" if bad else "no check found anything wrong"
-    lines = [f"DistributedDoctor, {when}: {verdict}"]
-    column = max(map(len, names), default=0)
+    return "\n".join([f"DistributedDoctor, {when}: {verdict}", *lines(findings, width)])
+
+
+def lines(findings: Sequence[Finding], width: int = 100) -> list[str]:
+    """Return the lines of the findings alone."""
+    laid_out: list[str] = []
+    column = max((len(finding.check) for finding in findings), default=0)
     for name, group in groupby(findings, key=lambda finding: finding.check):
         for first, finding in enumerate(sorted(group, key=lambda finding: not finding.found)):
             head = f"  {name if first == 0 else '':<{column}}  {finding.status:<11}  "
-            lines += _wrapped(head, finding.message, width)
+            laid_out += _wrapped(head, finding.message, width)
             if finding.remedy:
-                lines += _wrapped(" " * len(head) + "-> ", finding.remedy, width)
-    return "\n".join(lines)
+                laid_out += _wrapped(" " * len(head) + "-> ", finding.remedy, width)
+    return laid_out
 
 
 def _wrapped(head: str, text: str, width: int) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_commopt.callbacks.monitor.averages import StepAverages
-from lightning_commopt.compression import METHODS, method_named
+from lightning_commopt.compression import method_named
 
 __all__ = ["Advice", "Remedy", "Situation", "advise"]
 
@@ -32,6 +32,7 @@ class Situation:
         nodes: Nodes.
         ranks_per_node: Ranks on each; 1 where nodes are not equal.
         hierarchical: Whether gradients are reduced inside nodes first.
+        automatic: Whether Lightning steps the optimizer; it accumulates no batches for a module that does so itself.
 
     """
 
@@ -40,6 +41,7 @@ class Situation:
     nodes: int = 1
     ranks_per_node: int = 1
     hierarchical: bool = False
+    automatic: bool = True
 
 
 class Remedy(NamedTuple):
@@ -168,9 +170,9 @@ def _remedies(averages: StepAverages, method: str, situation: Situation) -> Iter
         saved = min(exposed * (1 - 1 / dense_mb), compute / 2)
         if step / (step - saved) >= _WIN:
             yield Remedy("`bucket_cap_mb=1`, so that the exchange begins during backward", step / (step - saved))
+    accumulating = [(f"`accumulate_grad_batches={times * situation.accumulate}`", times) for times in (2, 4)]
     for words, times in (
-        (f"`accumulate_grad_batches={2 * situation.accumulate}`", 2),
-        (f"`accumulate_grad_batches={4 * situation.accumulate}`", 4),
+        *(accumulating if situation.automatic else ()),
         ("a batch twice as large, where memory allows", 2),
     ):
         gain = times * step / (times * (compute + waiting) + exposed)
@@ -182,13 +184,17 @@ def _harsher(averages: StepAverages, method: str) -> Iterator[tuple[str, float]]
     """Yield methods that send less than the one in force, mildest first, and the part of its bytes that they send."""
     if averages.compression_ratio is None:
         return
-    now = 4 / averages.compression_ratio  # under `auto` of several methods
-    milder = _MILDEST_FIRST.index(method) + 1 if method in _MILDEST_FIRST else 0
+    known = method in _MILDEST_FIRST
+    now = _bytes_an_element(method) if known else 4 / averages.compression_ratio  # under `auto` of several methods
+    milder = _MILDEST_FIRST.index(method) + 1 if known else 0
     for word in _MILDEST_FIRST[milder:]:
-        assert word in METHODS
-        part = method_named(word).wire_bytes(_MANY) / _MANY / now
+        part = _bytes_an_element(word) / now
         if part < 0.9:
             yield word, part
+
+
+def _bytes_an_element(word: str) -> float:
+    return method_named(word).wire_bytes(_MANY) / _MANY
 
 
 def _percent(share: float | None) -> str:

@@ -104,7 +104,7 @@ class StepAverages:
         sent_header_mb_per_step: Flags and padding.
         sent_inside_node_mb_per_step: What travels inside a node; where the model is sharded, parameters too.
         dense_mb_per_step: Those that plain DDP would send.
-        compression_ratio: The second over the first.
+        compression_ratio: Those of plain DDP over those sent, without what stays inside a node.
         compression_error: Largest ``||residual|| / ||input||`` of a bucket on any rank, when last sampled.
         gpu_busy_ratio: Part of the time in which the GPU ran a kernel (NVML's utilisation), mean over ranks.
         gpu_memory_mb: Memory in use on the fullest GPU, of all processes there.
@@ -187,6 +187,7 @@ def averages_between(earlier: Sequence[RankCounters], later: Sequence[RankCounte
     seconds = _mean([rank.clock.seconds for rank in ranks])
     samples = [rank.clock.samples for rank in ranks if rank.clock.samples is not None]
     sent, dense = (_mean([getattr(r.stats, kind) for r in ranks]) for kind in ("sent_bytes", "dense_bytes"))
+    between = sent - _mean([r.stats.promised.inside_node for r in ranks])
     counted = bool(sent or not dense)
     errors = [rank.stats.compression_error for rank in ranks if rank.stats.compression_error is not None]
     transfers = [rank.stats.transfer_ms for rank in ranks if rank.stats.transfer_ms is not None]
@@ -211,7 +212,7 @@ def averages_between(earlier: Sequence[RankCounters], later: Sequence[RankCounte
         sent_mb_per_step=sent / steps / 1e6 if counted else None,
         **by_kind,
         dense_mb_per_step=dense / steps / 1e6,
-        compression_ratio=dense / sent if sent else None,
+        compression_ratio=dense / between if between else None,
         compression_error=max(errors, default=None),
         gpu_busy_ratio=_mean_of([rank.host.gpu_busy_ratio for rank in ranks]),
         gpu_memory_mb=max((r.host.gpu_memory_mb for r in ranks if r.host.gpu_memory_mb is not None), default=None),

@@ -25,8 +25,9 @@ class CommMonitor(Callback):
     Works under :class:`~lightning_commopt.CommOptStrategy` with any method, and under Lightning's own
     :class:`~lightning.pytorch.strategies.DDPStrategy`, to compare with. With one process there is time and throughput
     to tell. Under :class:`~lightning_commopt.CommOptShardedStrategy` communication is that of replicas: what FSDP2
-    gathers and reduces inside a node counts as compute, and its bytes apart. Under another strategy it warns and does
-    nothing.
+    gathers and reduces inside a node counts as compute, and its bytes apart. Under
+    :class:`~lightning_commopt.CommOptDeepSpeedStrategy` it is that of gradients; of ``"zero++"`` nothing is known.
+    Under another strategy it warns and does nothing.
 
     Every ``every_n_steps`` optimizer steps the Trainer's loggers get the averages of the steps since the last time,
     over all ranks, each under ``commopt/``:
@@ -56,7 +57,7 @@ class CommMonitor(Callback):
     ``sent_exact_mb_per_step``        MB           gradients that travel exactly
     ``sent_header_mb_per_step``       MB           flags and padding
     ``sent_inside_node_mb_per_step``  MB           inside a node; under sharding, parameters too
-    ``compression_ratio``             -            bytes of plain DDP over bytes sent
+    ``compression_ratio``             -            bytes of plain DDP over bytes sent, those inside a node left out
     ``compression_error``             -            largest ``||residual|| / ||input||`` of a bucket, when last sampled
     ``gpu_busy_ratio``                0 to 1       NVML's utilisation of the ranks' GPUs, sampled
     ``gpu_memory_mb``                 MB           in use on the fullest GPU, by all processes
@@ -133,8 +134,8 @@ class CommMonitor(Callback):
         if not is_measurable(trainer):
             rank_zero_warn(
                 f"`CommMonitor` cannot measure `{type(trainer.strategy).__name__}` and is not active in this fit. It "
-                "measures `CommOptStrategy`, `CommOptShardedStrategy` and `DDPStrategy`: use `strategy='commopt'`, "
-                "`'commopt_hsdp'` or `'ddp'`."
+                "measures `CommOptStrategy`, `CommOptShardedStrategy`, `CommOptDeepSpeedStrategy` but for ZeRO++, and "
+                "`DDPStrategy`: use `strategy='commopt'`, `'commopt_hsdp'`, `'commopt_deepspeed'` or `'ddp'`."
             )
         elif trainer.world_size == 1:
             rank_zero_info("`CommMonitor`: one process has nothing to exchange; only time and throughput are measured.")

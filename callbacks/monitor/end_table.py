@@ -24,6 +24,9 @@ def title(summary: CommSummary) -> str:
     """Say what was averaged."""
     if not summary.measured_steps:
         return "CommMonitor"
+    if summary.left_out_steps:
+        recorded = f"{summary.left_out_steps} recorded ones left out"
+        return f"CommMonitor: averages over {summary.measured_steps} of {summary.steps} steps, {recorded}"
     return f"CommMonitor: averages over the last {summary.measured_steps} of {summary.steps} steps"
 
 
@@ -108,11 +111,17 @@ def _bytes(summary: CommSummary) -> Iterator[Row]:
         return
     measured = summary.measured_steps > 0
     dense = f"plain DDP {_number(summary.dense_mb_per_step)}"
+    inside = summary.sent_inside_node_mb_per_step
     if summary.sent_mb_per_step is not None:
-        yield Row("sent", _number(summary.sent_mb_per_step), f"MB a step and rank; {dense}")
+        of_it = f", {_number(inside)} of it inside a node" if inside else ""
+        yield Row("sent", _number(summary.sent_mb_per_step), f"MB a step and rank{of_it}; {dense}")
     else:
         yield Row("sent", "-", f"not counted: a hook of DDP encodes; {dense} MB" if measured else _WARM_UP)
-    yield Row("compression ratio", _number(summary.compression_ratio), "bytes of plain DDP over bytes sent")
+    yield Row(
+        "compression ratio",
+        _number(summary.compression_ratio),
+        f"bytes of plain DDP over bytes sent{' between nodes' if inside else ''}",
+    )
     yield Row("compression error", _number(summary.compression_error), _about_error(summary))
     yield Row("extra memory", _number(summary.memory_mb), "MB a rank")
 

@@ -12,6 +12,7 @@ import torch
 from lightning_commopt.callbacks.monitor.averages import WARM_UP_STEPS, RankCounters, StepAverages, averages_between
 from lightning_commopt.callbacks.monitor.batch_size import samples_in
 from lightning_commopt.callbacks.monitor.host import HostCounters, gpu_sampler_for, network_bytes
+from lightning_commopt.callbacks.monitor.left_out import LeftOut
 from lightning_commopt.callbacks.monitor.sources import CommSource
 from lightning_commopt.callbacks.monitor.step_clock import StepClock
 from lightning_commopt.callbacks.monitor.summary import CommSummary
@@ -25,7 +26,8 @@ _VALIDATION = re.compile(r"(?<![a-z])(val|valid|validation)(?![a-z])")  # as a w
 class FitMeasurement:
     """Counts from the first batch of a fit; compares ranks at the end of the warm-up, of each interval, and of the fit.
 
-    Where the method changes, warm-up begins anew, so that averages are those of the last method.
+    Where the method changes, warm-up begins anew, so that averages are those of the last method. Steps that a callback
+    records (``CommProfiler``) take longer for it, and are left out.
 
     Args:
         trainer: About to train.
@@ -47,6 +49,7 @@ class FitMeasurement:
         self.clock = StepClock()
         self._gpu = gpu_sampler_for(trainer.strategy.root_device)
         self._global_step = trainer.global_step
+        self._left_out = LeftOut(trainer.callbacks, self._counted)
         self._start = self._first = self._last = self._snapshot()
         self._warm = self._measuring = False
         self._method, self._begun_at = source.method, 0
@@ -62,6 +65,7 @@ class FitMeasurement:
     def batch_begins(self) -> None:
         """Let time count. A collective where times are exact."""
         self.clock.resume()
+        self._left_out.batch_begins()
         if self.exact:
             self.synchronize()
             with self.clock.barrier():
@@ -88,18 +92,21 @@ class FitMeasurement:
             return None
         self._global_step = now
         counters = self.clock.close_step(now - before)
+        self._left_out.step_done()
         due = self.every_n_steps > 0 and now // self.every_n_steps > before // self.every_n_steps
         if self.source.method != self._method:  # `auto` has changed it, on all ranks alike
             self._method, self._begun_at, self._warm = self.source.method, counters.steps - 1, False
         if not self._warm:
             self._end_warm_up(counters.steps - self._begun_at)
             return None
-        return self._end_interval() if due else None
+        return self._end_interval() if due and not self._left_out.now else None
 
     def finish(self) -> CommSummary:
         """Compare all ranks after the last batch, and say what the fit came to. A collective."""
         self.clock.pause()
-        last = self._snapshot()
+        self._left_out.end()
+        counted = self._counted()
+        last = self._left_out.without(counted)
         averages = averages_between(self._first, last) if self._measuring else StepAverages()
         self.measured = (self._first if self._measuring else last), last
         self.rest = averages_between(self._last, last) if self._measuring else StepAverages()
@@ -112,7 +119,8 @@ class FitMeasurement:
             method=stats[0].method,
             world_size=world,
             steps=self.clock.closed.steps,
-            skipped_steps=self.source.skipped_steps((last[0] - self._start[0]).stats),
+            left_out_steps=self._left_out.steps,
+            skipped_steps=self.source.skipped_steps((counted[0] - self._start[0]).stats),
             memory_mb=max(rank.memory_bytes for rank in stats) / 1e6,
             validation=self.source.all_gather(_validation_loss(self.trainer))[0],
             replicas_equal=differs is None if compared else None,
@@ -138,6 +146,10 @@ class FitMeasurement:
         return averages_between(before, self._last)
 
     def _snapshot(self) -> list[RankCounters]:
+        """Return every rank's counters, without the steps that are left out."""
+        return self._left_out.without(self._counted())
+
+    def _counted(self) -> list[RankCounters]:
         """Return every rank's counters; the time for it counts as waiting in the next step."""
         with self.clock.barrier():
             host = replace(HostCounters() if self._gpu is None else self._gpu.read(), network=network_bytes())

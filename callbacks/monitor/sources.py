@@ -63,6 +63,7 @@ class CommSource(ABC):
             accumulate=self._trainer.accumulate_grad_batches,
             nodes=nodes,
             ranks_per_node=self._trainer.world_size // nodes,
+            automatic=self._trainer.lightning_module.automatic_optimization,
         )
 
     @property

@@ -10,12 +10,15 @@ __all__ = ["CommSummary"]
 
 @dataclass(frozen=True, kw_only=True)
 class CommSummary(StepAverages):
-    """The numbers of the end table; the same on every rank. Averages leave out the warm-up steps.
+    """The numbers of the end table; the same on every rank.
+
+    Averages leave out the warm-up steps, and those that ``CommProfiler`` recorded.
 
     Args:
         method: The compression method in force; ``"ddp"`` under Lightning's own strategy.
         world_size: Ranks.
         steps: Optimizer steps of the fit.
+        left_out_steps: Those that were recorded, and are in no average for it.
         skipped_steps: Those that were not applied because of a non-finite gradient; None where nobody counts them.
         memory_mb: Extra memory of the method, on the rank that has most.
         validation: Name and value (on rank 0) of the last validation loss; None when there was none.
@@ -36,6 +39,7 @@ class CommSummary(StepAverages):
     validation: tuple[str, float] | None = None
     replicas_equal: bool | None = None
     first_difference: tuple[str, tuple[int, ...]] | None = None
+    left_out_steps: int = 0
     situation: Situation = Situation()
 
     @property

@@ -24,7 +24,8 @@ class CommProfiler(Callback):
     At the end of the fit each rank writes ``rank<r>.json`` into ``folder``, a trace for https://ui.perfetto.dev or
     ``chrome://tracing``, and rank 0 prints the times of all ranks. Under :class:`~lightning_commopt.CommOptStrategy`
     with a method in force, traces have spans ``lightning_commopt::encode``, ``all_gather`` (or another collective) and
-    ``decode``; elsewhere the collectives are those of the backend. The steps take longer while they are recorded.
+    ``decode``; elsewhere the collectives are those of the backend. The steps take longer while they are recorded;
+    ``CommMonitor`` leaves them out of its averages.
 
     Args:
         start_step: ``trainer.global_step`` from which on steps are recorded; later in a fit that is resumed behind it.
@@ -79,9 +80,18 @@ class CommProfiler(Callback):
         self._global_step = trainer.global_step
         self._recorded = 0
 
+    @property
+    def records(self) -> bool:
+        """Whether the batch that runs, or is about to begin, is recorded: it takes longer for it."""
+        return self._running or self._is_due
+
+    @property
+    def _is_due(self) -> bool:
+        return self._tool is not None and not self._recorded and self._global_step >= self.start_step
+
     @override
     def on_train_batch_start(self, trainer: "pl.Trainer", *args: Any) -> None:
-        if self._tool is not None and not self._running and not self._recorded and self._global_step >= self.start_step:
+        if self._tool is not None and not self._running and self._is_due:
             self._tool.start()
             self._running = True
 

@@ -3,7 +3,7 @@
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_commopt.callbacks.monitor.averages import RankTimes
 from lightning_commopt.callbacks.monitor.end_table import rows
@@ -14,6 +14,9 @@ from lightning_commopt.callbacks.report.drawing import LOOKS
 from lightning_commopt.callbacks.report.history import Interval
 from lightning_commopt.callbacks.report.run_file import write_atomically, write_run
 from lightning_commopt.callbacks.report.steps_chart import MOST_RANKS, steps_chart
+
+if TYPE_CHECKING:
+    import jinja2
 
 __all__ = ["check_can_report", "environment_of_templates", "render", "write"]
 
@@ -77,7 +80,7 @@ def render(content: ReportContent) -> str:
     return page
 
 
-def environment_of_templates() -> Any:
+def environment_of_templates() -> "jinja2.Environment":
     """Return what renders the pages of this folder."""
     import jinja2
 

@@ -2,13 +2,16 @@
 
 import os
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from lightning_commopt.cli.errors import UsageError
 from lightning_commopt.cli.output import Answer, Table
 from lightning_commopt.compression import METHODS
+from lightning_commopt.routes import ControlGroup
 from lightning_commopt.selftest.laws import LAWS
 from lightning_commopt.selftest.processes import Wanted, is_launched, run_in_processes, run_on_ranks
 from lightning_commopt.selftest.run import Report
@@ -64,7 +67,42 @@ def doctor(
         return _compare(compare, steps, tolerance)
     if selftest:
         return _selftest(processes, device, methods, ranks_per_node, timeout)
-    raise UsageError("Say what to look at: `--selftest` or `--compare`.")
+    return _machines(timeout)
+
+
+def _machines(timeout_s: float) -> Answer | None:
+    from lightning_commopt.callbacks.doctor.machines import clock_offsets, examine, machine
+    from lightning_commopt.callbacks.doctor.table import lines
+
+    machines, offsets = [machine()], [0.0]
+    if is_launched():
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group("gloo", timeout=timeout)
+        control = ControlGroup(timeout)
+        machines, offsets = control.all_gather(machines[0]), clock_offsets(control)
+        dist.destroy_process_group()
+        if control.rank:
+            return None
+    findings = examine(machines, offsets)
+    first, facts = machines[0], machines[0].facts
+    nodes = len({m.facts.node for m in machines})
+    shared = "none" if facts.shared_memory is None else f"{facts.shared_memory / 1e9:.3g} GB"
+    rows = [
+        ["ranks", f"{len(machines)} on {nodes} node{'s' * (nodes > 1)}; what follows is rank 0's"],
+        *([name, number] for name, number in first.versions.items()),
+        ["system", first.system],
+        ["cores", str(first.cores)],
+        ["GPUs", "; ".join(first.gpus) or "none"],
+        ["backends", ", ".join(first.backends)],
+        ["interface", facts.interface],
+        ["InfiniBand", "yes" if facts.infiniband else "no"],
+        ["shared memory", shared],
+        *([name, value] for name, value in facts.variables.items()),
+    ]
+    found = any(finding.found for finding in findings)
+    data = {"ranks": machines, "clock_offsets_s": offsets, "found": found, "findings": findings}
+    rest = "Next: `commopt doctor --selftest`, `commopt probe` for the links, `--compare` for your own run."
+    return Answer(data, [Table("commopt doctor", ["what", "here"], rows), *lines(findings), rest], code=int(found))
 
 
 def _compare(words: str, steps: int, tolerance: float) -> Answer | None:

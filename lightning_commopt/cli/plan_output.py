@@ -72,7 +72,7 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
             row.method,
             row.safety,
             f"{row.passes} x {row.samples}",
-            f"{row.memory.total / 1e9:.1f}",
+            f"{row.memory.total / 1e9:.3g}",
             f"{_sent(row) / 1e6:.0f}",
             f"{row.moved.node_bytes / 1e6:.0f}",
             f"{row.step_ms:.0f}",
@@ -93,7 +93,7 @@ def _sent(row: Row) -> float:
 def _memory_table(rows: Sequence[Row], cluster: Cluster) -> Table:
     columns = ["layout", "parameters", "gradients", "masters", "optimizer", "activations", "buckets", "method", "sum"]
     names = ("parameters", "gradients", "masters", "optimizer", "activations", "buckets", "method", "total")
-    cells = [[str(row.layout), *(f"{getattr(row.memory, name) / 1e9:.1f}" for name in names)] for row in rows]
+    cells = [[str(row.layout), *(f"{getattr(row.memory, name) / 1e9:.3g}" for name in names)] for row in rows]
     return Table(f"GB of a device, of {cluster.memory / 1e9:.0f}", columns, cells)
 
 

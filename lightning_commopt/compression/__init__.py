@@ -1,5 +1,7 @@
 """What goes on the wire: one compression method a file, each an options dataclass that is its own codec."""
 
+from collections.abc import Sequence
+
 from lightning_commopt.compression import kernels
 from lightning_commopt.compression.base import Compression, Context, Scratch
 from lightning_commopt.compression.bf16 import BF16
@@ -40,11 +42,12 @@ METHODS: dict[str, type[Compression]] = {
 """Every method by the word that selects it, mildest first."""
 
 
-def method_named(compression: "str | Compression") -> Compression:
+def method_named(compression: "str | Compression", others: Sequence[str] = ()) -> Compression:
     """Return the method that a user means.
 
     Args:
         compression: A word (the method with its defaults) or the method itself.
+        others: Words beside methods that the caller knows, to be listed with them.
 
     Raises:
         ValueError: The word names no method; the message lists those that exist.
@@ -58,6 +61,6 @@ def method_named(compression: "str | Compression") -> Compression:
     if not isinstance(compression, str):
         raise TypeError(f"`compression` must be a word or a `Compression`, not {type(compression).__name__}.")
     if compression not in METHODS:
-        known = ", ".join(repr(name) for name in METHODS)
+        known = ", ".join(repr(name) for name in (*others, *METHODS))
         raise ValueError(f"`compression={compression!r}` is not a method. Choose one of {known}, or pass its options.")
     return METHODS[compression]()

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_commopt.failure.checks import Reached, check_output
 from lightning_commopt.failure.guard import guard_launcher, release_children
+from lightning_commopt.failure.node_watch import NodeWatch
 from lightning_commopt.failure.phase import Phase
 from lightning_commopt.failure.watch import Limits, Watch
 from lightning_commopt.routes import ControlGroup
@@ -84,7 +85,7 @@ class FailTogether(ParallelStrategy):
             self.watch.stop()
             self.watch = None
         if self.world_size > 1:
-            self.watch = Watch(self._control, self._stall_s, self._limits, lambda: release_children(self))
+            self.watch = Watch(NodeWatch(self._control, self._stall_s, self._limits, lambda: release_children(self)))
 
     @override
     def teardown(self) -> None:

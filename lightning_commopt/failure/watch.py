@@ -12,7 +12,6 @@ from lightning_commopt.failure.node_watch import Limits, NodeWatch
 from lightning_commopt.failure.phase import Activity, Phase
 from lightning_commopt.failure.stall import awaited
 from lightning_commopt.failure.verdict import RankFailure, Verdict, raised
-from lightning_commopt.routes import ControlGroup
 
 __all__ = ["Limits", "Watch"]
 
@@ -24,25 +23,14 @@ _END_WAIT_S = 15.0
 class Watch:
     """What the main thread tells and asks; the threads of an :class:`NodeWatch` do the rest.
 
-    Making one is a collective.
-
     Args:
-        control: Agreement between ranks.
-        stall_s: Seconds that a rank may hold up training while it lives.
-        limits: Other limits.
-        on_verdict: Is called when it is known that a rank failed, on any thread.
+        node: These threads.
 
     """
 
-    def __init__(
-        self,
-        control: ControlGroup,
-        stall_s: float,
-        limits: Limits,
-        on_verdict: Callable[[], None],
-    ) -> None:
+    def __init__(self, node: NodeWatch) -> None:
         self._serial = 0
-        self._node = NodeWatch(control, stall_s, limits, on_verdict)
+        self._node = node
 
     def enter(self, phase: Phase) -> None:
         """Write down where this rank is."""

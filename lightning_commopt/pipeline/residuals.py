@@ -24,6 +24,7 @@ class MergedPath:
         self.method: Compression = path.method
         self.world, self.shards = path.world, path.shards
         self.rounds, self.applied_steps = path.rounds, path.applied_steps
+        self.keeps_residuals = path.keeps_residuals
         self._state: dict[str, Parts] = {}
         suffix = _suffix(groups)
         own = {kind: {name + suffix: value for name, value in parts.items()} for kind, parts in path.state().items()}

@@ -10,7 +10,7 @@ from lightning_commopt.planning.rows import COMFORTABLE, FITS, Row, rows_of
 
 __all__ = ["Ranking", "plan", "remedies"]
 
-_TIE = 1.05  # predictions closer than this are no reason for a more complicated strategy
+_TIE = 1.10  # predictions closer than this are no reason for a more complicated strategy
 _SIMPLEST = ("data", "hsdp", "pipeline", "tensor", "zero")
 _NEAR_BEST = 1.10  # as `auto` has it: a milder method may take this much longer than the fastest
 

@@ -155,7 +155,12 @@ class _Planned:
         """Return a step on a free network, and what the slowest rank adds to it."""
         if passes not in self._free:
             free = replace(
-                self.cluster, inter_rate=_FREE_RATE, intra_rate=_FREE_RATE, inter_latency_ms=0.0, intra_latency_ms=0.0
+                self.cluster,
+                inter_rate=_FREE_RATE,
+                intra_rate=_FREE_RATE,
+                inter_latency_ms=0.0,
+                intra_latency_ms=0.0,
+                stolen_ns_per_byte=0.0,
             )
             even_ms, uneven_ms = (
                 simulate_layout(

@@ -41,6 +41,12 @@ def trainer_code(row: Row, training: Training, cluster: Cluster) -> str:
         f"from lightning_commopt import {name}",
         "",
         f"# a DataLoader with batch_size={loaded} in every process{_whose(row)}",
+        *(
+            ["# `plan` says which matrices are divided: 'gpt2', 'llama', or a TensorParallelPlan"]
+            if row.layout.tensor > 1
+            else []
+        ),
+        *(["# the module's blocks are to use torch.utils.checkpoint"] if training.checkpointing else []),
         "trainer = L.Trainer(",
         *(f"    {option}," for option in options),
         ")",

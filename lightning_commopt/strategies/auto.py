@@ -66,7 +66,14 @@ class Auto:
 
     def begin(self) -> None:
         """Begin a fit: with what a checkpoint says is in force, else with DDP's own reducer. Before wrapping."""
+        strategy, module = self._strategy, self._strategy.lightning_module
+        assert module is not None
         self.tuner, self._pending = None, None
+        self.blocked = self._why_blocked(module) if strategy.world_size > 1 else ""
+        if self._saved and (self.blocked or strategy.world_size == 1):
+            if self.blocked:
+                rank_zero_warn(f"What `auto` had decided in the checkpoint is not taken: {self.blocked}")
+            self._saved = None
         if self._saved and self._saved["in_force"]["method"] not in ("none", *self.policy.methods):
             rank_zero_warn(
                 f"The checkpoint was written under `{self._saved['in_force']['method']}`, which may not be taken now."
@@ -78,7 +85,6 @@ class Auto:
         """Measure the links. After wrapping; a collective."""
         strategy, module = self._strategy, self._strategy.lightning_module
         assert module is not None
-        self.blocked = self._why_blocked(module) if strategy.world_size > 1 else ""
         groups = strategy._process_groups() if strategy.world_size > 1 and not self.blocked else None
         policy = self.policy if groups is None or groups.node is None else self.policy.without_summable()
         residual_bytes = 0 if groups is None else self._residual_bytes(module, policy, groups.topology)
@@ -215,6 +221,15 @@ class Auto:
         if self.blocked:
             return f"auto cannot choose a method: {self.blocked} "
         return "" if self.tuner is None else f"auto: {self.tuner.words()}; "
+
+    def why_dense(self) -> str:
+        """Return why a fit begins without a method, where it does."""
+        if self.blocked:
+            return f"auto cannot choose a method: {self.blocked}"
+        return (
+            "`auto` begins with dense steps, which keep none; to keep them, go on with the method of the checkpoint "
+            "(`compression=...`)"
+        )
 
     def close(self) -> None:
         """Let go of the module."""

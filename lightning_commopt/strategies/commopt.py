@@ -115,7 +115,9 @@ class CommOptStrategy(FailTogetherDDP):
         self._policy = policy_of(compression)
         self._is_auto = self._policy is not None
         self.compression = (
-            Uncompressed() if isinstance(compression, AutoPolicy) or self._is_auto else method_named(compression)
+            Uncompressed()
+            if isinstance(compression, AutoPolicy) or self._is_auto
+            else method_named(compression, ["auto"])
         )
         self.start_step = self.compression.default_start_step if start_step is None else start_step
         self.hierarchy: Hierarchy = hierarchy
@@ -357,7 +359,7 @@ class CommOptStrategy(FailTogetherDDP):
         if self._path is not None:
             self._checkpoint.restore(self._path, self._control, self.checkpoint_io)
         else:
-            self._checkpoint.forget()
+            self._checkpoint.forget("no method is active" if self._auto is None else self._auto.why_dense())
 
     @override
     def remove_checkpoint(self, filepath: "str | Path") -> None:

@@ -38,6 +38,7 @@ from lightning_commopt.zero.checks import (
 )
 from lightning_commopt.zero.config import TrainerValues, add_zero_plus_plus, merged, take_trainer_values
 from lightning_commopt.zero.exchange import ZeroExchange
+from lightning_commopt.zero.hooked import note_hooks, remove_hooks
 from lightning_commopt.zero.residual_files import load_residuals, save_residuals
 
 __all__ = ["CommOptDeepSpeedStrategy"]
@@ -177,10 +178,12 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.before_launch(trainer)  # some launchers are not ours
         self._remove_backend()
+        assert self.lightning_module is not None
         if fitting and not isinstance(self.compression, Uncompressed):
-            assert self.lightning_module is not None
             check_module(self.lightning_module, self.compression)
+        remove_hooks(self.lightning_module)
         super().setup(trainer)
+        note_hooks(self.lightning_module, self.deepspeed_engine)
         if not fitting:
             return
         self._exchange = None

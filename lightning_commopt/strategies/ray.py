@@ -45,6 +45,7 @@ class RayCommOptStrategy(CommOptStrategy, RayDDPStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse_options_of_ray(kwargs)
         super().__init__(*args, **kwargs)
+        self._checkpoint.own_folders = True
 
     @override
     def setup_environment(self) -> None:

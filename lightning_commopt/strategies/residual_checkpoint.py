@@ -37,6 +37,8 @@ class ResidualCheckpoint:
             raise ValueError(f"`residuals={policy!r}` must be one of {', '.join(map(repr, get_args(ResidualPolicy)))}.")
         self.policy = policy
         self.signature = signature
+        self.own_folders = False
+        """Whether each rank writes into the folder that it was given, to be put together later, as Ray Train does."""
         self._loaded: tuple[str, Mapping[str, Any]] | None = None
         self._files = RankFiles()
 
@@ -63,7 +65,8 @@ class ResidualCheckpoint:
             entry["residuals"] = control.gather(state)
             return None
         target, save_id = control.broadcast(self._files.begin(filepath) if control.rank == 0 else (filepath, ""))
-        io.save_checkpoint(state, rank_file(target, save_id, control.rank))
+        own = os.path.join(os.path.dirname(filepath), os.path.basename(target)) if self.own_folders else target
+        io.save_checkpoint(state, rank_file(own, save_id, control.rank))
         entry["digests"] = control.all_gather(_digest(state))
         entry["files"] = [os.path.basename(rank_file(target, save_id, rank)) for rank in range(control.world)]
         return target, save_id
@@ -133,10 +136,10 @@ class ResidualCheckpoint:
             f"{control.world} rank(s) under {self.signature}; their mean is kept."
         )
 
-    def forget(self) -> None:
-        """Say that remembered residuals are not used, since the run has no gradient path."""
+    def forget(self, reason: str = "no method is active") -> None:
+        """Say that remembered residuals are not used, and why the run has no gradient path."""
         if self._loaded is not None:
-            _say_dropped(self._loaded[1], "no method is active")
+            _say_dropped(self._loaded[1], reason)
         self._loaded = None
 
     def _read(

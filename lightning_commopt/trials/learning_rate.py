@@ -120,5 +120,5 @@ def _recorded_losses(model: "pl.LightningModule") -> list[float]:
         losses.append(math.nan if loss is None else float(loss))
         return output
 
-    model.training_step = recorded
+    model.training_step = recorded  # type: ignore[method-assign]
     return losses

@@ -1,9 +1,11 @@
 """Trials in one process, where Lightning's tuner works: it refuses every distributed strategy."""
 
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_commopt.trials.options import quiet
@@ -42,7 +44,17 @@ class Rebatched(LightningDataModule):
 def alone(target: Target, folder: str, options: Mapping[str, Any]) -> Setup:
     """Make the user's Trainer for one process and one batch a step, with further options."""
     one = {"strategy": "auto", "devices": 1, "num_nodes": 1, "accumulate_grad_batches": 1, "sync_batchnorm": False}
-    return target.make(lambda given: {**quiet(given, folder), **one, **options})
+    setup = target.make(lambda given: {**quiet(given, folder), **one, **options})
+    _forget_validation_without_data(setup)
+    return setup
+
+
+def _forget_validation_without_data(setup: Setup) -> None:
+    """Lightning's tuner asks for validation data wherever there is a validation step; ``fit`` does not."""
+    model = setup.model
+    owners = [model, *([setup.data] if isinstance(setup.data, LightningDataModule) else [])]
+    if not any(is_overridden("val_dataloader", owner) for owner in owners):
+        model.validation_step = MethodType(LightningModule.validation_step, model)  # type: ignore[method-assign]
 
 
 def with_batch_size(setup: Setup, name: str, size: int | None) -> Setup:

@@ -71,7 +71,7 @@ class Target:
         place, _, name = words.rpartition(":")
         if not place or not name.isidentifier():
             raise TargetError(f"`{words}` names no function: write `script.py:make_trainer`.")
-        module = _script(place) if place.endswith(".py") else _module(place)
+        self.module = module = _script(place) if place.endswith(".py") else _module(place)
         function = getattr(module, name, None)
         if not callable(function):
             raise TargetError(f"`{place}` has no function `{name}`: define it, without arguments; it {_CONTRACT}.")

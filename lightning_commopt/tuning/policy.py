@@ -25,9 +25,14 @@ class AutoPolicy:
         allow: Methods of loss-safety class C that it may take too: some of ``"onebit"``, ``"topk"``, ``"powersgd"``.
             The error budget does not hold for them.
         harshest: The harshest of ``"none"``, ``"bf16"``, ``"int8"``, ``"int4"`` that it may take.
-        error_budget: Largest ``||decoded - input|| / ||input||`` of a bucket in one round. Beyond it a milder method is
-            taken. int8 has about 0.007; int4 has 0.12 to 0.16 in buckets of 25 MB, and up to 0.20 in small ones, which
-            may be a single matrix, once the loss is near its end.
+        error_budget: Largest ``||decoded - input|| / ||input||`` that is accepted; beyond it a milder method is taken.
+            The norms are Euclidean, over the compressed parameters of one bucket on one rank, and the input is gradient
+            plus residual as it is encoded, so that the difference is the residual that this round leaves; the second
+            hop does not count. It is the largest over buckets and ranks, of one round: the first one under a method,
+            then every 50th. A check, ``check_every`` exchanges apart, looks at the last of these rounds; nothing is
+            averaged over steps. 0.20 is what int4 has at most: 0.12 to 0.16 in buckets of 25 MB, and up to 0.20 in
+            small ones, which may be a single matrix, once the loss is near its end (int8: about 0.007). Under it int4
+            ends as dense training does (benchmarks/README.md), and a budget of 0.15 would give it up without need.
         min_gain: Part of a dense step that a method must save.
         measure_steps: Steps to measure before the choice, after a first one.
         check_every: Exchanges between two checks of error, gain and bandwidth.

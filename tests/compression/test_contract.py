@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_commopt import CommOptStrategy
 from lightning_commopt.compression import METHODS, BucketLayout, Compression, Parameter, method_named
 from lightning_commopt.routes.bucket import BucketState, Share
 from tests.compression.codec import SHAPES, Codec
@@ -164,6 +165,8 @@ def test_unknown_word_lists_the_methods() -> None:
     with pytest.raises(ValueError, match="`compression='int9'` is not a method") as caught:
         method_named("int9")
     assert all(repr(name) in str(caught.value) for name in METHODS)
+    with pytest.raises(ValueError, match="Choose one of 'auto', 'none', "):
+        CommOptStrategy("int9")
     with pytest.raises(TypeError, match="must be a word or a `Compression`, not int"):
         method_named(8)  # type: ignore[arg-type]
 

@@ -55,7 +55,8 @@ class Job:
             "COMMOPT_KERNELS": "torch",  # the same bits, and imported in no time
             _MARK: self._mark,
         }
-        environment |= variables or {}
+        self.variables = dict(variables or {})
+        environment |= self.variables
         with open(folder / "output", "ab") as output:
             self._process = subprocess.Popen(
                 command,

@@ -1,13 +1,18 @@
-"""Runs the documented script of Ray Train on a small local cluster, and fits again with `auto` in its workers."""
+"""Runs the documented script of Ray Train on a small local cluster, and fits again in its workers: auto, DeepSpeed."""
 
 import os
 import runpy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ray
 import ray.train.torch
+from lightning.pytorch import Callback
 from ray.train.torch import TorchTrainer
+
+import lightning_commopt
+from lightning_commopt.strategies import residual_checkpoint
 
 
 def on_this_machine_only() -> None:
@@ -21,18 +26,22 @@ def on_this_machine_only() -> None:
     )
 
 
-def both(train: Callable[[dict[str, Any]], None], **options: Any) -> TorchTrainer:
-    """The same workers for a further fit: their start takes most of the time."""
+def several(train: Callable[[dict[str, Any]], None], **options: Any) -> TorchTrainer:
+    """The same workers for further fits: their start takes most of the time."""
 
-    def twice(config: dict[str, Any]) -> None:
+    def fits(config: dict[str, Any]) -> None:
+        vars(residual_checkpoint)["_INLINE_BYTES"] = 0  # so that residuals are files
         train(config)
         train(config | {"compression": "auto"})
+        train.__globals__["RayCommOptStrategy"] = partial(lightning_commopt.RayCommOptDeepSpeedStrategy, 2)
+        train.__globals__["RayTrainReportCallback"] = Callback  # a checkpoint of DeepSpeed is a folder
+        train(config)
 
-    return TorchTrainer(twice, **options)
+    return TorchTrainer(fits, **options)
 
 
 if __name__ == "__main__":
     on_this_machine_only()
-    vars(ray.train.torch)["TorchTrainer"] = both
+    vars(ray.train.torch)["TorchTrainer"] = several
     runpy.run_path("train_ray.py", run_name="__main__")
     ray.shutdown()

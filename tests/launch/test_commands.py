@@ -149,6 +149,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
                         code, left = job.finish()
                         found[name].codes.append(code)
                         found[name].left += left
+                        shutil.rmtree(job.variables.get("COMMOPT_TEST_RAY", ""), ignore_errors=True)
                     found[name].output = jobs[0].output()
             time.sleep(0.05)
         yield found
@@ -197,7 +198,7 @@ def test_command(pool: WorkerPool, outcomes: dict[str, Outcome], tmp_path: Path,
 
 
 def check_ray(outcome: Outcome, dense: dict[str, Any]) -> None:
-    """A second fit in the same workers, with `auto`; what the callback reported."""
+    """Further fits in the same workers, with `auto` and under DeepSpeed; what the callback reported."""
     automatic = outcome.reports(fit=1)
     assert len(automatic) == 2
     for report in automatic:
@@ -206,9 +207,17 @@ def check_ray(outcome: Outcome, dense: dict[str, Any]) -> None:
         assert report["promised"] == report["sent"] > 0
         if "method `none` is in force" in report["explain"]:
             assert report["parameters"] == dense["parameters"]
+    zero = outcome.reports(fit=2)
+    assert len(zero) == 2
+    for report in zero:
+        assert "DeepSpeed ZeRO stage 2 on 2 ranks; method `Int8" in report["explain"]
+        assert report["promised"] == report["sent"] > 0
+        assert report["parameters"] == zero[0]["parameters"]
+        assert report["some"] == pytest.approx(dense["some"], rel=0.02, abs=1e-3)
     paths = sorted((outcome.folder / "ray_results").glob("*/checkpoint_*/checkpoint.ckpt"))
     assert len(paths) == 2 * model.EPOCHS, outcome.output
     checkpoint = torch.load(paths[1], weights_only=True)
     assert checkpoint["global_step"] == automatic[0]["steps"]
-    assert len(checkpoint["commopt"]["residuals"]) == 2
+    assert {path.name for path in paths[1].parent.iterdir()} >= {paths[1].name, *checkpoint["commopt"]["files"]}
+    assert len(checkpoint["commopt"]["files"]) == 2
     assert str(paths[-1].parent) in outcome.output

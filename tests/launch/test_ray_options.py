@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import lightning_commopt
+import lightning_commopt.strategies
 
 NAMES = ("RayCommOptStrategy", "RayCommOptDeepSpeedStrategy")
 
@@ -13,6 +14,7 @@ NAMES = ("RayCommOptStrategy", "RayCommOptDeepSpeedStrategy")
 @pytest.mark.parametrize("name", NAMES)
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.delitem(sys.modules, "lightning_commopt.strategies.ray", raising=False)
+    monkeypatch.delattr(lightning_commopt.strategies, "ray", raising=False)
     monkeypatch.setitem(sys.modules, "ray.train.lightning", None)  # as if it was not installed
     with pytest.raises(ImportError, match=r"pip install 'lightning-commopt\[ray\]'"):
         getattr(lightning_commopt, name)

@@ -1,5 +1,6 @@
 """Between replicas of a stage, gradients travel by every kind of method; runs resume exactly."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def whole_and_resumed(method: Compression, path: Path) -> tuple[Fitted, Fitted]:
 
 @pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
 def test_methods_and_resume(pool: WorkerPool, case: Case, tmp_path: Path) -> None:
-    outcomes = pool.run(whole_and_resumed, 4, case.method, tmp_path / "a.ckpt")
+    method = replace(case.method, exact_below=16)  # all matrices of this model are small
+    outcomes = pool.run(whole_and_resumed, 4, method, tmp_path / "a.ckpt")
     expected = alone(model(), [tokens(4, replica=r) for r in range(2)])
     tolerance = {"A": 5e-3, "B": 0.1, "C": 2.0}[case.method.loss_safety]
     first = outcomes[0][0][0]

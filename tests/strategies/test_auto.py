@@ -352,6 +352,51 @@ def test_resume_is_exact_given_the_log(
     assert any(decision.choice.dense_buckets for decision in whole[0].decisions) == (plant_dense_bucket in plants)
 
 
+def save_int8(path: Path) -> None:
+    fit(CommOptStrategy("int8", **SMALL_BUCKETS), Regression(), batches(3), callbacks=[SaveFirst(path)])  # type: ignore[arg-type]
+
+
+def resume_int8(path: Path) -> list[str]:
+    """What is said where `auto` meets residuals."""
+    strategy = CommOptStrategy(**SMALL_BUCKETS)  # type: ignore[arg-type]
+    return fit(strategy, Regression(), batches(3), path, max_epochs=2).warnings
+
+
+def test_auto_says_why_it_drops_residuals(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(save_int8, 2, tmp_path / "int8.ckpt")
+    first, second = pool.run(resume_int8, 2, tmp_path / "int8.ckpt")
+    assert len(first) == 1
+    assert "are dropped: `auto` begins with dense steps, which keep none; to keep them, go on with" in first[0]
+    assert not second
+
+
+def resume_blocked(path: Path) -> tuple[list[str], list[str], bool]:
+    """What is said where decisions meet an option that forbids any, the methods of that fit, and what is kept."""
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint[auto.KEY]["in_force"]["method"] != "none"
+    strategy, methods = CommOptStrategy(static_graph=True), []
+
+    class Methods(pl.Callback):
+        @override
+        def on_train_batch_start(self, *args: Any) -> None:
+            methods.append(strategy.compression.name)
+
+    said = fit(strategy, Regression(), batches(2), path, max_epochs=2, callbacks=[Methods()]).warnings
+    assert strategy._auto is not None
+    return said, methods, strategy._auto._saved is None
+
+
+def test_decisions_of_a_checkpoint_are_not_taken_where_none_can_be(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(run_and_save, 2, tmp_path / "auto.ckpt", LENIENT, PLANTS)
+    first, second = pool.run(resume_blocked, 2, tmp_path / "auto.ckpt")
+    texts = "What `auto` had decided in the checkpoint is not taken: `static_graph`", "auto cannot choose a method"
+    assert all(any(text in said for said in first[0]) for text in texts)
+    assert not second[0]
+    for _, methods, forgotten in (first, second):
+        assert methods == ["none"] * 2
+        assert forgotten
+
+
 # ---- options and memory ---------------------------------------------------------------------------------------------
 
 

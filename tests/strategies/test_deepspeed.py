@@ -2,7 +2,9 @@
 
 import importlib.util
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_commopt.callbacks import CommMonitor, CommSummary
@@ -206,6 +209,23 @@ def test_offload_dense_steps_and_monitor(pool: WorkerPool, ddp: tuple[ZeroFit, Z
     metrics = summary.metrics()
     assert 0 < metrics["commopt/exposed_comm_ms"] < metrics["commopt/step_ms"]
     assert metrics["commopt/sent_mb_per_step"] == pytest.approx(4 * sum(ELEMENTS) / 1e6)  # as counted at stage 2
+
+
+def twice() -> list[float]:
+    """How far two fits of one module end from two of DDP, by stage."""
+
+    def fits(strategy: Callable[[], Any]) -> Tensor:
+        model = Regression("sgd")
+        zero_fit(strategy(), model, batches(4))
+        return zero_fit(strategy(), model, batches(4, seed=1)).parameters
+
+    expected = fits(lambda: "ddp")
+    return [distance(fits(partial(zero_strategy, stage)), expected) for stage in STAGES]
+
+
+def test_a_module_is_fitted_again(pool: WorkerPool) -> None:
+    for distances in pool.run(twice, 2):
+        assert distances == pytest.approx([0.0] * len(STAGES), abs=1e-5)
 
 
 class Bypass(pl.Callback):

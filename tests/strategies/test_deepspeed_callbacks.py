@@ -16,7 +16,10 @@ from tests.pool import WorkerPool
 from tests.strategies.toy import Regression, batches
 from tests.strategies.zero_toy import Full, ZeroFit, zero_fit, zero_strategy
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+    pytest.mark.runs("commopt_deepspeed", "callbacks"),
+]
 
 STEPS = 8
 
@@ -28,7 +31,7 @@ class Rates(Regression):
         super().__init__(spoilt=(1, 2), factor=1e3)
         self.rates: list[float] = []
         with torch.no_grad():
-            self.layers[3].bias[0] += dist.get_rank()  # type: ignore[index]
+            self.get_parameter("layers.3.bias")[0] += dist.get_rank()
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:

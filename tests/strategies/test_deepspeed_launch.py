@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,10 @@ from lightning.pytorch import Trainer
 from tests.strategies import zero_launched
 from tests.strategies.zero_launched import ONE_FILE, STEPS, Net, loader
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+    pytest.mark.runs("commopt_deepspeed", "launch by torchrun and Lightning"),
+]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(zero_launched.__file__))
@@ -63,6 +67,7 @@ def start(command: list[str], stage: int, folder: Path) -> "subprocess.Popen[str
 
 
 @pytest.mark.timeout(2 * LIMIT)
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint")
 def test_launches_end_to_end(tmp_path: Path) -> None:
     """Both launchers at once. One is at stage 2, the other at stage 3."""
     launches = {"torchrun": (TORCHRUN, 2), "lightning": ([sys.executable], 3)}
@@ -89,4 +94,4 @@ def test_launches_end_to_end(tmp_path: Path) -> None:
         assert row["val_loss"] == pytest.approx(ranks[0]["val_loss"], rel=1e-5)
         assert started[name].returncode != 0, output
         assert not (folder / "not_ended").exists()
-    assert "RankFailure" in outputs["lightning"]
+        assert re.search(r"commopt: rank 1, .* ended without a word", output), output

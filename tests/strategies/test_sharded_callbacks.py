@@ -82,7 +82,7 @@ def scaled_and_examined() -> Examined:
         seed_streams(dist.get_rank())
         model = Regression(spoilt=(3, 1), factor=1e3)
         with torch.no_grad():
-            model.layers[3].bias[0] += dist.get_rank() == 3  # type: ignore[index]
+            model.get_parameter("layers.3.bias")[0] += dist.get_rank() == 3
         scaling = LinearLRScaling(base_batch_size=8, warmup_steps=0, batch_size_per_device=8)
         strategy = sharded("int8", shard_gather="int8")
         return fit_sharded(strategy, model, batches(4, rank=0), callbacks=[scaling, *callbacks])

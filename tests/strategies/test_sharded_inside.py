@@ -20,6 +20,8 @@ from tests.strategies.test_conserved import TwoPasses
 from tests.strategies.test_sharded import Logging
 from tests.strategies.toy import Regression, batches, fresh_loop, loader, state_of
 
+pytestmark = pytest.mark.runs("commopt_hsdp", "encoded exchange inside nodes")
+
 NODES: dict[str, Any] = {"nodes": 2, "timeout": 60.0}
 STEPS = 6
 

@@ -17,6 +17,8 @@ from tests.strategies.sharded_toy import ShardedFit, fit_sharded, sharded
 from tests.strategies.test_sharded import Logging
 from tests.strategies.toy import Regression, batches
 
+pytestmark = pytest.mark.runs("commopt_hsdp", "fit, validate, failures, restarts")
+
 NODES: dict[str, Any] = {"nodes": 2, "timeout": 60.0}
 
 

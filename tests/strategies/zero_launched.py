@@ -73,7 +73,7 @@ def main(config: str, folder: Path) -> None:
     assert checkpoint is not None
     trainer.fit(cli.model, loader(0, 2 * STEPS), loader(9, 2))
     losses = [row["val_loss"] for row in trainer.validate(cli.model, loader(9, 2), verbose=False)]
-    rank_zero_only(consolidate)(checkpoint.best_model_path, folder / ONE_FILE)  # type: ignore[attr-defined]
+    rank_zero_only(consolidate)(checkpoint.best_model_path, folder / ONE_FILE)
     stats = strategy.comm_stats()
     seen = {
         "val_loss": losses[0],

@@ -17,7 +17,7 @@ REASON = why_not()
 @pytest.mark.skipif(REASON is not None, reason=REASON or "")
 @pytest.mark.timeout(150)
 def test_a_slow_link_gets_a_method_and_a_change_is_noticed() -> None:
-    task = Task(("auto",), steps=100, warm_up=0, ranks=2, rate="100mbit", timeout_s=60)
+    task = Task(("auto",), steps=100, warm_up=0, ranks=2, rate="200mbit", timeout_s=60)
     with Network(task.ranks, task.rate) as network:
         run = launch(network, "tests.tuning.shaped_worker", task, limit_s=120)
     (mine, bits), (others, other_bits) = json.loads(run.machine["ranks"])
