@@ -1,6 +1,7 @@
 """From words on a command line to a command's answer."""
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -45,7 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 1 something was found or nothing is feasible, 2 wrong usage.
 
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _main(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError:  # a reader such as `head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
+    return code
+
+
+def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_overview(), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
@@ -77,7 +87,7 @@ def _run(name: str, words: list[str]) -> int:
         from lightning_commopt.cli.parser import parse
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"`{error.name}` reads the command line and is not installed: run `pip install 'jsonargparse[signatures]'`."
+            f"`{error.name}` reads the command line and is not installed: run `pip install 'lightning-commopt[cli]'`."
         ) from None
     target, _ = COMMANDS[name]
     module, function = target.split(":")

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import io
 import json
 import os
 import sys
@@ -104,7 +105,7 @@ def test_without_jsonargparse_it_says_what_to_install(
     monkeypatch.delitem(sys.modules, "lightning_commopt.cli.parser", raising=False)
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     assert main(["greet", "you"]) == 2
-    assert "pip install 'jsonargparse[signatures]'" in capsys.readouterr().err
+    assert "pip install 'lightning-commopt[cli]'" in capsys.readouterr().err
 
 
 def test_every_command_has_help_for_each_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,3 +133,15 @@ def test_no_cell_is_broken_in_a_pipe(
     cell = "word " * 40
     output.print_answer(Answer({}, [Table("Long", ["a", "b"], [[cell.strip(), "1"]])]), as_json=False)
     assert cell.strip() in capsys.readouterr().out
+
+
+def test_a_reader_that_has_seen_enough_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    turned: list[int] = []
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr(os, "dup2", lambda _, to: turned.append(to))
+    assert main(["--help"]) == 141
+    assert turned == [1], "what is still buffered would fail again at exit"
