@@ -49,7 +49,11 @@ def shown_plan(
 
 
 def _what(model: Model, training: Training, cluster: Cluster) -> str:
-    where = f"{cluster.nodes} x {cluster.local} devices" if cluster.nodes > 1 else f"{cluster.devices} devices"
+    where = (
+        f"{cluster.nodes} x {cluster.local} devices"
+        if cluster.nodes > 1
+        else f"{cluster.devices} device{'s' * (cluster.devices > 1)}"
+    )
     network = f", {show_rate(cluster.inter_rate)} between nodes" if cluster.nodes > 1 else ""
     speed = (
         f"{training.compute_ms:.0f} ms for a device's samples"
@@ -72,7 +76,7 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
             row.method,
             row.safety,
             f"{row.passes} x {row.samples}",
-            f"{row.memory.total / 1e9:.3g}",
+            _gigabytes(row.memory.total),
             f"{_sent(row) / 1e6:.0f}",
             f"{row.moved.node_bytes / 1e6:.0f}",
             f"{row.step_ms:.0f}",
@@ -93,7 +97,7 @@ def _sent(row: Row) -> float:
 def _memory_table(rows: Sequence[Row], cluster: Cluster) -> Table:
     columns = ["layout", "parameters", "gradients", "masters", "optimizer", "activations", "buckets", "method", "sum"]
     names = ("parameters", "gradients", "masters", "optimizer", "activations", "buckets", "method", "total")
-    cells = [[str(row.layout), *(f"{getattr(row.memory, name) / 1e9:.3g}" for name in names)] for row in rows]
+    cells = [[str(row.layout), *(_gigabytes(getattr(row.memory, name)) for name in names)] for row in rows]
     return Table(f"GB of a device, of {cluster.memory / 1e9:.0f}", columns, cells)
 
 
@@ -165,3 +169,8 @@ def _row(row: Row) -> dict[str, object]:
         "not_validated": list(row.not_validated),
         "notes": list(row.notes),
     }
+
+
+def _gigabytes(size: float) -> str:
+    """Three digits, and no powers of ten."""
+    return f"{size / 1e9:.3g}" if size < 999.5e9 else f"{size / 1e9:.0f}"
