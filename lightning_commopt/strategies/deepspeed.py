@@ -198,6 +198,25 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        """Whether DeepSpeed decides when to step: not at an epoch's last batch, where Lightning steps in any case.
+
+        DeepSpeed's own count would go on over the end of the epoch, and away from ``global_step``.
+        """
+        module = self.lightning_module
+        return module is None or not module.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Tell DeepSpeed before each forward whether the Trainer will step after it."""
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            steps = not self.lightning_module.trainer.fit_loop._should_accumulate()
+            self.deepspeed_engine.set_gradient_accumulation_boundary(steps)
+        return super().training_step(*args, **kwargs)
+
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward; sums of gradients in it take their path."""
