@@ -41,8 +41,8 @@ def tune(
             batch that is found.
         max_batch: Samples of the largest batch to try on one device; 64 on a CPU, 8192 on a GPU by default.
         batch_name: Attribute or hyperparameter of your model or data module that holds the batch size.
-        lr_steps: Learning rates to try, one an optimizer step.
-        method_steps: Optimizer steps under strategy="commopt" until its choice is taken.
+        lr_steps: Learning rates to try, one an optimizer step; at least 15.
+        method_steps: Optimizer steps under strategy="commopt" until its choice is taken; at least 20.
         skip_batch: Keep your batch size.
         skip_accumulation: Keep your accumulation.
         skip_lr: Keep your learning rate.

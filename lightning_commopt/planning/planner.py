@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from lightning_commopt.planning.cluster import Cluster
 from lightning_commopt.planning.job import Model, Training
@@ -112,11 +113,14 @@ def remedies(model: Model, training: Training, cluster: Cluster, ranking: Rankin
         yield from helps("activation checkpointing (`--checkpointing`)", replace(training, checkpointing=True), cluster)
     if training.precision != "bf16-true":
         yield from helps("`--precision bf16-true`", replace(training, precision="bf16-true"), cluster)
-    for times in (2, 4, 8, 16, 32):
+    ways = [(training, "")]
+    if not training.checkpointing:
+        ways.append((replace(training, checkpointing=True), " with `--checkpointing`"))
+    for (way, how), doublings in product(ways, range(1, 11)):
         try:
-            more = replace(cluster, devices=cluster.devices * times)
+            more = replace(cluster, devices=cluster.devices << doublings)
             batch = max(training.global_batch, more.devices)
-            found = list(helps(f"{more.devices} devices", replace(training, global_batch=batch), more))
+            found = list(helps(f"{more.devices} devices{how}", replace(way, global_batch=batch), more))
         except ValueError:
             continue
         if found:

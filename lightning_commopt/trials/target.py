@@ -1,9 +1,11 @@
 """The function of a user's script that makes a Trainer and what it trains."""
 
+import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -84,10 +86,10 @@ class Target:
             changes: From the options that it gives to ``Trainer`` to those that the Trainer gets.
 
         Raises:
-            TargetError: It returns something else than it should.
+            TargetError: It raises, or returns something else than it should.
 
         """
-        with trainer_options(changes) as given:
+        with trainer_options(changes) as given, _told(f"`{self.words}`"):
             made = self._function()
         parts = made if isinstance(made, tuple) else (made,)
         fits = 2 <= len(parts) <= 3 and isinstance(parts[0], pl.Trainer) and isinstance(parts[1], pl.LightningModule)
@@ -99,6 +101,18 @@ class Target:
                 f"`{self.words}` made {len(given)} Trainers: it must make one, by calling `Trainer(...)`."
             )
         return Setup(parts[0], parts[1], parts[2] if len(parts) == 3 else None, given[0])
+
+
+@contextlib.contextmanager
+def _told(whose: str) -> Iterator[None]:
+    """Turn an exception of the user's code into a sentence, below its traceback."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        relative = "relative import" in str(error) and isinstance(error, ImportError)
+        hint = " For a module of a package, write `package.module:make_trainer`." if relative else ""
+        raise TargetError(f"{whose} raised `{type(error).__name__}: {error}`; the traceback is above.{hint}") from error
 
 
 def _script(place: str) -> ModuleType:
@@ -113,7 +127,8 @@ def _script(place: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    with _told(f"`{place}`"):
+        spec.loader.exec_module(module)
     return module
 
 

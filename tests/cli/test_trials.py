@@ -43,7 +43,7 @@ def test_options_are_changed_for_the_trainer_of_the_function_alone() -> None:
     made = target().make(lambda given: {**given, "devices": 1, "strategy": "auto"})
     assert (made.trainer.num_devices, made.options["devices"]) == (1, 2)
     assert Trainer.__init__ is init
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(TargetError, match="raised `ZeroDivisionError"):
         target().make(lambda given: {"devices": 1 // 0})
     assert Trainer.__init__ is init
 
@@ -54,6 +54,7 @@ def test_options_are_changed_for_the_trainer_of_the_function_alone() -> None:
         (f"{TOY}:make_trainer_alone", r"returned \(Trainer\): it must return `\(trainer, model\)`"),
         (f"{TOY}:make_two", "made 2 Trainers"),
         (f"{TOY}:make_nothing", "has no function `make_nothing`"),
+        (f"{TOY}:make_raising", "raised `ValueError: no data`; the traceback is above"),
         (f"{TOY}", "names no function: write `script.py:make_trainer`"),
         ("nowhere.py:make_trainer", "no script `nowhere.py`"),
         ("no_such_module:make_trainer", "no module `no_such_module`"),

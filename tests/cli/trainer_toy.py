@@ -90,3 +90,8 @@ def make_two() -> tuple[Trainer, Net]:
 def make_trainer_alone() -> Trainer:
     """A Trainer without a model."""
     return make_trainer()[0]
+
+
+def make_raising() -> None:
+    """What a mistake in a script looks like."""
+    raise ValueError("no data")
