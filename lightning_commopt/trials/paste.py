@@ -1,16 +1,18 @@
 """The settings as code."""
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from lightning_commopt.trials.tune import Tuned
 
 __all__ = ["trainer_code"]
 
-_SHOWN = ("accelerator", "precision", "max_steps", "max_epochs", "gradient_clip_val")
+_FOUND = ("strategy", "devices", "num_nodes", "accumulate_grad_batches", "callbacks")
 
 
 def trainer_code(tuned: Tuned) -> str:
-    """Return lines that make the Trainer; they need no further import."""
+    """Return lines that make the Trainer, with the user's other options; they need no further import."""
     shares, rate = tuned.shares, tuned.rate
     imports = ["import lightning as L", "import lightning_commopt  # makes the strategy's name known"]
     arguments = [f"strategy={_strategy(tuned)},", f"devices={tuned.ranks // tuned.nodes},"]
@@ -21,12 +23,14 @@ def trainer_code(tuned: Tuned) -> str:
     if shares is not None and rate is not None:
         imports.append("from lightning_commopt.callbacks import LinearLRScaling")
         arguments.append(f'callbacks=[LinearLRScaling(base_batch_size={rate.batch_size}, rule="{rate.rule}")],')
-    arguments += [f"{name}={json.dumps(given)}," for name in _SHOWN if _is_plain(given := tuned.options.get(name))]
+    kept = {name: given for name, given in tuned.options.items() if name not in _FOUND}
+    arguments += [f"{name}={_word(given)}," for name, given in kept.items() if _is_plain(given)]
     notes = []
     if shares is not None:
         notes.append(f"# batch_size = {shares.per_device} on each device: {shares.effective} samples a step")
     if rate is not None:
         notes.append(f"# lr = {rate.suggested:.3g} in `configure_optimizers`: the callback scales it")
+    notes += _left_to_the_user(tuned.options)
     lines = [*imports, "", *notes, "trainer = L.Trainer(", *(f"    {argument}" for argument in arguments), ")"]
     return "\n".join(lines)
 
@@ -40,5 +44,18 @@ def _strategy(tuned: Tuned) -> str:
     return f'"{given}"'
 
 
+def _left_to_the_user(options: Mapping[str, Any]) -> list[str]:
+    """Return what cannot be written here."""
+    own = options.get("callbacks") or []
+    callbacks = [type(callback).__name__ for callback in (own if isinstance(own, list | tuple) else [own])]
+    objects = [n for n, v in options.items() if n not in _FOUND and v is not None and not _is_plain(v)]
+    beside = [*(f"callback {name}" for name in callbacks if name != "LinearLRScaling"), *(f"`{n}`" for n in objects)]
+    return [f"# as you have it, besides: {', '.join(beside)}"] if beside else []
+
+
 def _is_plain(value: object) -> bool:
-    return isinstance(value, str | int | float) and not isinstance(value, bool)
+    return isinstance(value, str | int | float)
+
+
+def _word(value: str | int | float) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
 from lightning_commopt import CommOptStrategy
@@ -195,7 +196,7 @@ def test_tune_without_torchrun_finds_batch_and_rate(capfd: pytest.CaptureFixture
 
 def test_code_makes_the_trainer() -> None:
     tuned = Tuned(
-        {"strategy": "ddp", "max_epochs": 3, "accelerator": "cpu"},
+        {"strategy": "ddp", "max_epochs": 3, "accelerator": "cpu", "logger": False, "callbacks": [Timer()]},
         ranks=2,
         nodes=1,
         steps=(),
@@ -205,11 +206,14 @@ def test_code_makes_the_trainer() -> None:
         method=ChosenMethod("int8", "", 20, 1.0, 2.0),
     )
     names: dict[str, Trainer] = {}
-    exec(trainer_code(tuned), names)
+    code = trainer_code(tuned)
+    exec(code, names)
+    assert "# as you have it, besides: callback Timer" in code
     trainer = names["trainer"]
     assert isinstance(trainer.strategy, CommOptStrategy)
     assert trainer.strategy.compression.name == "int8"
     assert (trainer.num_devices, trainer.accumulate_grad_batches, trainer.max_epochs) == (2, 4, 3)
+    assert trainer.logger is None
     (scaling,) = (callback for callback in trainer.callbacks if isinstance(callback, LinearLRScaling))
     assert (scaling.options.base_batch_size, scaling.options.rule) == (8, "sqrt")
 
