@@ -188,7 +188,7 @@ def others() -> tuple[list[ZeroFit], ZeroFit, CommSummary | None]:
     data = batches(12)
     everything = {"offload_optimizer": True, "offload_parameters": True}
     offload = [
-        zero_fit(zero_strategy(stage, "int8", **options), Regression("sgd"), data, **LIFE)
+        zero_fit(zero_strategy(stage, "int8", **options), Regression("sgd"), batches(11), **LIFE)
         for stage, options in ((2, {"offload_optimizer": True}), (3, everything))
     ]
     dense = zero_fit(zero_strategy(2, "onebit", start_step=4), data=data)
