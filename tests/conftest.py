@@ -1,5 +1,6 @@
 """Options and fixtures for all tests."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "runs(strategy, feature, **values): a row of `--what-runs-where` (tests/runs)")
     if (path := config.getoption("--what-runs-where")) is not None:
         config.pluginmanager.register(Recorder(config, path), "recorder")
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """A test leaves the environment as it was: what Lightning's launchers set would mislead every later process."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    before["PYTEST_CURRENT_TEST"] = after["PYTEST_CURRENT_TEST"]  # pytest's own, of every phase
+    changed = sorted(name for name, _ in before.items() ^ after.items())
+    assert not changed, f"the test leaves {', '.join(dict.fromkeys(changed))} changed in the environment"
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_commopt.compression import Uncompressed
 from lightning_commopt.routes import Topology
 from lightning_commopt.sharded import ShardedPath, ShardGroups
+from lightning_commopt.strategies.backends import check_backend
 from lightning_commopt.strategies.explain import KERNELS, ROUTES
 from lightning_commopt.strategies.nonfinite import Nonfinite
 from lightning_commopt.strategies.preflight import check_stall_timeout, versions
@@ -66,6 +67,7 @@ def check_sharded_options(
     if not isinstance(strategy.true_mean, bool):
         raise TypeError(f"`true_mean={strategy.true_mean!r}`: `true_mean` must be a bool.")
     check_stall_timeout(strategy.stall_timeout)
+    check_backend(strategy._process_group_backend)
     _check_wrap(strategy.wrap)
 
 
