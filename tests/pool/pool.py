@@ -25,8 +25,6 @@ _Outcome = Success | RankError
 _ROOT = Path(__file__).parents[2]
 _HOST = "127.0.0.1"
 _START_TIMEOUT = 100.0
-# c10d asks the name server for the name of 127.0.0.1 at each connection; a lost answer would cost 5 s.
-_RESOLVER = "timeout:1 attempts:1"
 _DIED = "WorkerDied"
 _SETTLE = 0.05
 _STACKS_SIGNAL = signal.SIGUSR2
@@ -156,7 +154,6 @@ class WorkerPool:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> Path:
-        os.environ.setdefault("RES_OPTIONS", _RESOLVER)
         folder = Path(tempfile.mkdtemp(prefix="pool-"))
         self._listener.bind(str(folder / "pool.sock"))
         self._listener.listen()

@@ -45,12 +45,16 @@ _PRELOAD = (
     "lightning_commopt.compression.kernels.numba.packing",
 )
 _PR_SET_PDEATHSIG = 1
+_OF_FORKS = ("GLIBC_TUNABLES", "PYTHONMALLOC")
+"""What makes forks fast, and the start of anything else that a test may start slow."""
 _STACKS_SIGNAL = signal.SIGUSR2
 
 
 def supervise(rank: int, folder: Path, parent: int) -> None:
     """Keeps one child waiting for a task, as long as the test process lives."""
     _die_with(parent)
+    for variable in _OF_FORKS:
+        os.environ.pop(variable, None)
     _preload()
     previous = None
     while os.getppid() == parent:

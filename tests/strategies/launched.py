@@ -20,7 +20,7 @@ LAUNCHES: dict[str, tuple[str | CommOptStrategy, int]] = {
     "fork": (CommOptStrategy(Int8(block=128), start_method="fork"), 2),
     "notebook": ("commopt_int8_notebook", 2),
     "spawn": (CommOptStrategy(PowerSGD(rank=2), start_method="spawn"), 2),
-    "spawn-nodes": (CommOptStrategy(Int8(block=128), hierarchy=2, start_method="spawn"), 4),
+    "fork-nodes": (CommOptStrategy(Int8(block=128), hierarchy=2, start_method="fork"), 4),
 }
 
 

@@ -16,7 +16,7 @@ SCRIPT = str(Path(launched.__file__))
 LIMIT = 200.0
 """Seconds until a launch is killed with all its processes."""
 
-LAUNCHES = ("fork", "notebook", "spawn", "spawn-nodes")
+LAUNCHES = ("fork", "notebook", "spawn", "fork-nodes")
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -47,4 +47,4 @@ def test_launches_of_multiprocessing(tmp_path: Path) -> None:
             expected = {"spawn": "PowerSGD(exact_below=1024, rank=2", "notebook": "block=256"}
             assert expected.get(launch, "block=128") in report["compression"]
     assert output.count("is in force on") == len(LAUNCHES)
-    assert "inside 2 nodes of 2 ranks" in reports(tmp_path, "spawn-nodes")[0]["explain"]
+    assert "inside 2 nodes of 2 ranks" in reports(tmp_path, "fork-nodes")[0]["explain"]
