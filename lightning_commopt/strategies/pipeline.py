@@ -2,24 +2,19 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
-from zipfile import is_zipfile
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import Strategy
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commopt.compression import Compression, Uncompressed
+from lightning_commopt.compression import Compression
 from lightning_commopt.failure.checks import check_output
 from lightning_commopt.failure.phase import Phase
 from lightning_commopt.measure import CommStats
@@ -29,18 +24,15 @@ from lightning_commopt.pipeline.blocks import find_blocks
 from lightning_commopt.pipeline.checks import check_module, check_optimizers, once
 from lightning_commopt.pipeline.engine import EngineOptions
 from lightning_commopt.pipeline.errors import PipelineError
-from lightning_commopt.pipeline.groups import PipelineGroups
 from lightning_commopt.pipeline.materialise import is_on_meta
 from lightning_commopt.pipeline.named import ScheduleName, schedule_named
 from lightning_commopt.pipeline.nonfinite import nonfinite_everywhere, raise_together
 from lightning_commopt.pipeline.precision import StagedPrecision
-from lightning_commopt.pipeline.residuals import MergedPath, StagePath
 from lightning_commopt.pipeline.staged import StagedModel
-from lightning_commopt.pipeline.state import OptimizerNames, ScatteredState
+from lightning_commopt.pipeline.state import OptimizerNames
 from lightning_commopt.pipeline.tensor_parallel import PLANS, TensorParallelPlan
-from lightning_commopt.routes import GradientPath, PinnedDDP, Topology
-from lightning_commopt.strategies.commopt import CommOptStrategy
-from lightning_commopt.strategies.groups import Groups
+from lightning_commopt.routes import GradientPath, PinnedDDP
+from lightning_commopt.strategies.pipeline_checkpoint import PipelineCheckpoint
 from lightning_commopt.strategies.pipeline_options import (
     Activations,
     check_pipeline_options,
@@ -57,7 +49,7 @@ __all__ = ["CommOptPipelineStrategy"]
 _STEP = "_commopt_pipeline_step"
 
 
-class CommOptPipelineStrategy(CommOptStrategy):
+class CommOptPipelineStrategy(PipelineCheckpoint):
     """Pipeline, tensor and data parallel, with compressed gradient exchange and an unchanged LightningModule.
 
     The model is cut between blocks into stages, one a process or several. Each stage runs the whole `training_step`
@@ -123,86 +115,11 @@ class CommOptPipelineStrategy(CommOptStrategy):
         self.tensor_parallel, self.plan, self.activations = tensor_parallel, plan, activations
         check_pipeline_options(self)
         self._batches = BatchAgreement(different_batches)
-        self._grid: tuple[object, PipelineGroups] | None = None
-        self._staged: StagedModel | None = None
-        self._staged_optimizer: OptimizerNames | None = None
         self._staged_precision: StagedPrecision | None = None
         self._announced = self._accumulates = False
         self._bubble = ""
         self._trains, self._seed = False, 0
-        self._resumed_from: Mapping[str, Any] | None = None
-        self._module_state: Mapping[str, Tensor] | None = None  # for a module on the meta device
-        self._scattered: ScatteredState | None = None  # after a run of such a module
         self._residual_signature = self._checkpoint.signature
-
-    # ---- processes ------------------------------------------------------------------------------------------------
-
-    @property
-    def ranks_per_pipeline(self) -> int:
-        """Processes of a pipeline; with ``tensor_parallel``, several pipelines make a copy of the model."""
-        return self.world_size // self.tensor_parallel if self.stages is None else self.stages
-
-    @property
-    def ranks_per_copy(self) -> int:
-        """Processes over which one copy of the model is spread."""
-        return max(1, self.ranks_per_pipeline) * self.tensor_parallel
-
-    @property
-    def _groups_of_pipeline(self) -> PipelineGroups:
-        """The process groups, made once for each default process group."""
-        world = dist.group.WORLD
-        if self._grid is None or self._grid[0] is not world:
-            backend = "nccl" if self.root_device.type == "cuda" else "gloo"
-            self._grid = (world, PipelineGroups(self.ranks_per_pipeline, backend, self._timeout, self.tensor_parallel))
-        return self._grid[1]
-
-    @override
-    def setup_environment(self) -> None:
-        world = self.world_size
-        if world % self.ranks_per_copy:
-            times = f" times `tensor_parallel={self.tensor_parallel}`" if self.tensor_parallel > 1 else ""
-            raise ValueError(
-                f"`stages={self.stages}`{times} must divide the number of processes, which is {world}: change "
-                "`devices` or `stages`."
-            )
-        super().setup_environment()
-        _ = self._groups_of_pipeline
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        ranks = self.ranks_per_copy
-        return {"num_replicas": self.world_size // ranks, "rank": self.global_rank // ranks}
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return super().reduce(tensor, group or self._groups_of_pipeline.data, reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._is_leaving:
-            return decision
-        votes = self._control.all_gather(decision)
-        return False not in votes if all else True in votes
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return super().all_gather(tensor, group or self._groups_of_pipeline.data, sync_grads)
-
-    @override
-    def _process_groups(self) -> Groups:
-        grid = self._groups_of_pipeline
-        return Groups(grid.gradients, None, Topology(1, grid.replicas, "stages are replicated"))
-
-    @property
-    @override
-    def _exchanges(self) -> bool:
-        return not isinstance(self.compression, Uncompressed) and self.world_size > self.ranks_per_copy
-
-    @property
-    @override
-    def _carries_sigterm(self) -> GradientPath | None:
-        return None  # it would reach the ranks with the same stage alone
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
@@ -447,90 +364,6 @@ class CommOptPipelineStrategy(CommOptStrategy):
             raise PipelineError(f"`{method}` takes no batch: a pipeline needs one to cut into microbatches.")
         grid = self._groups_of_pipeline
         return self._batches.agreed(given[0], method, self.root_device, grid, self._control), given[1:]
-
-    # ---- checkpoints ----------------------------------------------------------------------------------------------
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.watch is not None:
-            self.watch.enter(Phase.CHECKPOINT)
-        assert self.lightning_module is not None
-        source: StagedModel | ScatteredState | None = self._staged or (self._scattered if self._is_scattered else None)
-        if source is None:
-            state: dict[str, Any] = self.lightning_module.state_dict()
-            return state
-        return {} if self._groups_of_pipeline.replica or self._is_leaving else source.state_dict()
-
-    @property
-    def _is_scattered(self) -> bool:
-        """Whether the weights of the module are on several ranks since an earlier run."""
-        return self._scattered is not None and self._scattered.module is self.lightning_module
-
-    @override
-    def load_checkpoint(self, checkpoint_path: "str | Path", weights_only: bool | None = None) -> dict[str, Any]:
-        module, path = self.lightning_module, str(checkpoint_path)
-        if module is None or not is_on_meta(module) or not is_zipfile(path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        # each rank takes its own part, and leaves the rest on the disk
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-        self._checkpoint.remember(path, checkpoint)
-        return checkpoint
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self.lightning_module
-        assert module is not None
-        if not is_on_meta(module):
-            super().load_model_state_dict(checkpoint, strict)
-            return
-        self._module_state = checkpoint["state_dict"]
-        if strict and (other := module.state_dict().keys() ^ self._module_state.keys()):
-            raise PipelineError(f"`{min(other)}` is in the model or in the checkpoint, and not in the other one.")
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        grid = self._groups_of_pipeline
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        if self._staged_optimizer is None or not self._staged_optimizer.is_staged:
-            return super().optimizer_state(optimizer)
-        if grid.replica or self._is_leaving:
-            return {}
-        return self._staged_optimizer.state_dict(grid)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: "str | Path", storage_options: Any = None) -> None:
-        if self._is_leaving:
-            if self.is_global_zero:
-                rank_zero_warn("No checkpoint was written: after a failure the stages of other ranks are out of reach.")
-            return
-        if self.watch is not None:
-            self.watch.enter(Phase.CHECKPOINT)
-        written = None
-        grid = self._groups_of_pipeline
-        if self._path is not None and "optimizer_states" in checkpoint:
-            merged: Any = MergedPath(self._path, grid)
-            if grid.copy_control.rank == 0:
-                written = self._checkpoint.add(checkpoint, str(filepath), merged, grid.data_control, self.checkpoint_io)
-        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-        if written is not None and self.is_global_zero:
-            self._checkpoint.sweep(*written)
-        if self.watch is not None:
-            self.watch.enter(Phase.BETWEEN_BATCHES)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})  # the rest when it is cut
-        self._resumed_from = checkpoint
-
-    def _restore_residuals(self) -> None:
-        self._resumed_from = None
-        if self._path is not None:
-            path: Any = StagePath(self._path, self._groups_of_pipeline)
-            self._checkpoint.restore(path, self._groups_of_pipeline.data_control, self.checkpoint_io)
-        else:
-            self._checkpoint.forget()
 
     # ---- what happened --------------------------------------------------------------------------------------------
 

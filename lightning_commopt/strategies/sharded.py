@@ -55,9 +55,9 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
 
     The LightningModule stays as it is, and is sharded by ``wrap``. Or its `configure_model` shards it, with
     ``fully_shard(module, mesh=self.device_mesh["shard"])``. Buffers (such as those of batch norms) begin alike and are
-    then each rank's own, as always under FSDP2. A parameter that no rank uses in a step has a gradient of zeros there:
-    weight decay and momentum still move it, unlike under ``find_unused_parameters=True``. :meth:`comm_stats` counts what
-    travels between replicas.
+    then each rank's own, as always under FSDP2. A parameter that no rank uses in a step has a gradient of zeros in it,
+    so that weight decay and momentum still move it, unlike under ``find_unused_parameters=True``. :meth:`comm_stats`
+    counts what travels between replicas.
 
     Args:
         compression: As in :class:`CommOptStrategy`, but for ``"auto"``.
