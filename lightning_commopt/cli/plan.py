@@ -167,5 +167,10 @@ def plan(
 
 def _usage(error: ValueError) -> UsageError:
     """Return an error that names options as a person writes them."""
-    text = re.sub(r"`(\w+)=", lambda match: f"`--{_FLAGS.get(match[1], match[1].replace('_', '-'))}=", str(error))
+    names = "|".join(_FLAGS)
+    text = re.sub(rf"`(\w+(?==)|(?:{names})(?=`))", lambda match: f"`--{_flag(match[1])}", str(error))
     return UsageError(text)
+
+
+def _flag(name: str) -> str:
+    return _FLAGS.get(name, name.replace("_", "-"))

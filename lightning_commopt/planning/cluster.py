@@ -1,6 +1,7 @@
 """What it is trained on."""
 
 from dataclasses import dataclass
+from math import inf
 
 from lightning_commopt.tuning.links import Channel
 from lightning_commopt.tuning.plan import CodecCost
@@ -56,8 +57,8 @@ class Cluster:
                 "are taken to be equal."
             )
         for name in ("memory", "flops_per_second", "memory_rate", "inter_rate", "intra_rate"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"`{name}={getattr(self, name)}` must be above 0.")
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"`{name}` must be a number above 0.")
         if not 0 < self.utilisation <= 1:
             raise ValueError(f"`utilisation={self.utilisation}` must be above 0 and at most 1.")
         if self.straggler < 1:

@@ -85,7 +85,7 @@ def test_overview_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None
         (["gret"], "`gret` is not a command: did you mean `greet`?"),
         (["zzz"], "write one of"),
         (["greet"], "who"),
-        (["greet", "you", "--most-times", "often"], "`--most-times`: Expected a int. Got value: often."),
+        (["greet", "you", "--most-times", "often"], "`--most-times`: Expected an int. Got value: often."),
         (["greet", "you", "--silent"], "--silent"),
         (["greet", "nobody"], "commopt greet: There is nobody: name somebody."),
     ],

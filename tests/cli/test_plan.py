@@ -76,6 +76,16 @@ def test_nothing_fits_says_what_would_help(capsys: pytest.CaptureFixture[str]) -
         (["--params", "1e9", "--gpus", "16", "--gpus-per-node", "8"], "`--inter` is missing: .*such as 25Gbit"),
         (["--params", "1e9", "--gpus", "12", "--gpus-per-node", "8", "--inter", "1Gbit"], "do not fill nodes of `8`"),
         (["--params", "1e9", "--gpus", "4", "--mfu", "40"], "`--mfu=40.0` must be above 0 and at most 1"),
+        (["--params", "1e9", "--gpus", "4", "--tflops", "0"], "`--tflops` must be a number above 0"),
+        (
+            ["--params", "1e9", "--gpus", "4", "--inter", "-1Gbit"],
+            "`--inter` has no value. One that begins with `-` is",
+        ),
+        (["--params", "1e9", "--gpus", "4", "--gpu-memory", "0GB"], "`--gpu-memory` must be a number above 0"),
+        (
+            ["--params", "1e9", "--gpus", "4", "--optimizer", "lion"],
+            "`--optimizer`: Expected one of 'adamw', 'sgd'. Got value: lion",
+        ),
         (["--params", "1e9", "--gpus", "4", "--batch-per-gpu", "1", "--global-batch", "4"], "give one"),
         (["--params", "1e9", "--gpus", "4", "--precision", "fp16"], "precision.*bf16-mixed"),
     ],
