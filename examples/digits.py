@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import lightning as L
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -74,6 +73,10 @@ class LitDigits(L.LightningModule):
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """Return the images to learn from and those to validate with, pixels in [0, 1]."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        sys.exit("The digits are scikit-learn's: run `pip install scikit-learn`.")
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)
     y = torch.tensor(labels)
