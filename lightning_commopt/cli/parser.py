@@ -70,6 +70,11 @@ def _sentence(error: ArgumentError) -> str:
     """Return what jsonargparse says, in one line and with the option as it is written."""
     said = re.sub(r'Parser key "(\w+)":', lambda key: f"`--{key[1].replace('_', '-')}`:", " ".join(str(error).split()))
     said = re.sub(r"<class '(\w+)'>", r"\1", said)
+    said = re.sub(
+        r"Does not validate against any of .*?Expected (.+?) - Expected a NoneType .*Given value: (.*)",
+        r"Expected \1. Got value: \2",
+        said,
+    )
     said = re.sub(r"Expected a typing\.Literal\[(.+?)\]", r"Expected one of \1", said).replace("a int", "an int")
     said = re.sub(
         r"argument (--\S+): expected one argument",

@@ -7,13 +7,15 @@ from lightning_commopt.cli.errors import UsageError
 from lightning_commopt.cli.output import Answer
 from lightning_commopt.cli.plan_known import Known, known_of
 from lightning_commopt.cli.plan_output import plan_data, shown_plan
-from lightning_commopt.cli.units import byte_rate, byte_size, count
+from lightning_commopt.cli.units import byte_rate, byte_size, count, show_count
+from lightning_commopt.compression import METHODS
 from lightning_commopt.planning import Cluster, Model, Training, remedies
 from lightning_commopt.planning import plan as rank
 
 __all__ = ["plan"]
 
 _INTRA, _MEMORY, _BATCH_PER_GPU = 3e11, "80GB", 8
+_OF_CLASS_C = [word for word, method in METHODS.items() if method.loss_safety == "C"]
 _FLAGS = {
     "devices": "gpus",
     "per_node": "gpus-per-node",
@@ -23,7 +25,10 @@ _FLAGS = {
     "memory_rate": "gpu-memory-bandwidth",
     "inter_rate": "inter",
     "intra_rate": "intra",
+    "inter_latency_ms": "inter-latency-us",
+    "intra_latency_ms": "intra-latency-us",
     "sequence": "seq",
+    "vocabulary": "vocab",
 }
 """What is called otherwise on the command line."""
 
@@ -56,7 +61,7 @@ def plan(
     compute_ms: float | None = None,
     activation_memory: str | None = None,
     accelerator: Literal["gpu", "cpu"] | None = None,
-    allow: list[Literal["onebit", "topk", "powersgd"]] | None = None,
+    allow: str = "",
     top: int = 2,
 ) -> Answer:
     """How should this model be trained on this cluster?
@@ -105,7 +110,7 @@ def plan(
         compute_ms: Measured forward and backward of one device's samples of a step, milliseconds, instead of tflops.
         activation_memory: Measured activations of one sample, such as 300MB, instead of a transformer's.
         accelerator: gpu by default. Where it is cpu, a device stands for a process.
-        allow: Methods of class C that may be recommended: some of onebit, topk, powersgd, as a list: [onebit].
+        allow: Methods of class C that may be recommended: onebit, topk, powersgd, or several, such as onebit,topk.
         top: So many rows' code is printed.
 
     """
@@ -116,18 +121,26 @@ def plan(
         raise UsageError("`--params` and `--gpus` are missing, such as `--params 1.3e9 --gpus 16`; or give `--from`.")
     if batch_per_gpu is not None and global_batch is not None:
         raise UsageError("`--batch-per-gpu` and `--global-batch` both say how many samples a step has: give one.")
-    per_node = gpus_per_node or known.per_node or max(gpus, 1)
+    per_node = (known.per_node or max(gpus, 1)) if gpus_per_node is None else gpus_per_node
     nothing_between = inter is None and known.inter_rate is None
-    if gpus > per_node and nothing_between:
+    if gpus > per_node > 0 and nothing_between:
         raise UsageError("`--inter` is missing: what a node sends to the others in one direction, such as 25Gbit.")
     inside = known.intra_rate or _INTRA if intra is None else byte_rate(intra)
-    batch = global_batch or (batch_per_gpu or known.batch_per_gpu or _BATCH_PER_GPU) * gpus
-    compute = (compute_ms, batch / gpus) if compute_ms is not None else (known.compute_ms, known.compute_samples)
+    each = (known.batch_per_gpu or _BATCH_PER_GPU) if batch_per_gpu is None else batch_per_gpu
+    if each < 1:
+        raise UsageError(f"`--batch-per-gpu={each}` must be at least 1.")
+    batch = each * gpus if global_batch is None else global_batch
+    compute, scaled = _compute(compute_ms, batch / max(1, gpus), numel, known)
+    allowed = [word.strip() for word in allow.strip("[]").split(",") if word.strip()]
+    if unknown := [word for word in allowed if word not in METHODS or METHODS[word].loss_safety != "C"]:
+        raise UsageError(f"`--allow {unknown[0]}` is no method of class C: choose from {', '.join(_OF_CLASS_C)}.")
+    if top < 0:
+        raise UsageError(f"`--top={top}` must be at least 0.")
     try:
         cluster = Cluster(
             gpus,
             per_node,
-            byte_size(gpu_memory or _MEMORY),
+            byte_size(_MEMORY if gpu_memory is None else gpu_memory),
             tflops * 1e12,
             mfu,
             byte_rate(gpu_memory_bandwidth),
@@ -155,14 +168,35 @@ def plan(
         raise
     except ValueError as error:
         raise _usage(error) from None
-    ranking = rank(model, training, cluster, allow or ())
+    ranking = rank(model, training, cluster, allowed)
     help_with = [] if ranking.feasible else list(remedies(model, training, cluster, ranking))
     told = known.compared(ranking)
     return Answer(
         {**plan_data(model, training, cluster, ranking, help_with, top), "run": told},
-        [*shown_plan(model, training, cluster, ranking, help_with, top), *([] if told is None else [told.sentence])],
+        [
+            *shown_plan(model, training, cluster, ranking, help_with, top),
+            *([] if told is None else [told.sentence]),
+            *scaled,
+        ],
         0 if ranking.feasible else 1,
     )
+
+
+def _compute(
+    given_ms: float | None, samples: float, params: int, known: Known
+) -> tuple[tuple[float | None, float], list[str]]:
+    """Return what forward and backward of so many samples take, and a sentence where it is not as measured."""
+    if given_ms is not None:
+        return (given_ms, samples), []
+    if known.compute_ms is None or known.params in (None, params):
+        return (known.compute_ms, known.compute_samples), []
+    assert known.params is not None
+    times = params / known.params
+    sentence = (
+        f"\nThe run's model has {show_count(known.params)} parameters: its compute is taken {times:.3g} times, as "
+        "operations grow with parameters; `--compute-ms` sets it."
+    )
+    return (known.compute_ms * times, known.compute_samples), [sentence]
 
 
 def _usage(error: ValueError) -> UsageError:

@@ -67,7 +67,7 @@ def count(text: str) -> int:
     """
     match = re.fullmatch(_NUMBER + r"([kKmMgGbBtT]?)", text.strip().replace("_", ""))
     number = _scaled(match[1], match[2].lower().replace("b", "g")) if match is not None else 0.5
-    if number != round(number):
+    if number == float("inf") or number != round(number):
         raise UsageError(f"`{text}` is not a count: write a whole number, such as 1.3e9, 350M or 7B.")
     return round(number)
 

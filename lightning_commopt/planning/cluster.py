@@ -8,6 +8,11 @@ from lightning_commopt.tuning.plan import CodecCost
 
 __all__ = ["Cluster"]
 
+_MOST_DEVICES = 1 << 16
+_RATES = ("memory_rate", "inter_rate", "intra_rate")
+_LEAST = {"memory": (1e6, "1 MB"), "flops_per_second": (1e6, "0.000001")} | dict.fromkeys(_RATES, (1e3, "1 kB/s"))
+_MOST = 1e24
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -56,12 +61,17 @@ class Cluster:
                 f"`devices={self.devices}` do not fill nodes of `{self.per_node}`: give a multiple of it, since nodes "
                 "are taken to be equal."
             )
-        for name in ("memory", "flops_per_second", "memory_rate", "inter_rate", "intra_rate"):
-            if not 0 < getattr(self, name) < inf:
-                raise ValueError(f"`{name}` must be a number above 0.")
+        if self.devices > _MOST_DEVICES:
+            raise ValueError(f"`devices={self.devices}` must be at most {_MOST_DEVICES}.")
+        for name, (least, words) in _LEAST.items():
+            if not least <= getattr(self, name) <= _MOST:
+                raise ValueError(f"`{name}` must be a number of at least {words}.")
+        for name in ("inter_latency_ms", "intra_latency_ms"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(f"`{name}` must be at least 0.")
         if not 0 < self.utilisation <= 1:
             raise ValueError(f"`utilisation={self.utilisation}` must be above 0 and at most 1.")
-        if self.straggler < 1:
+        if not 1 <= self.straggler < inf:
             raise ValueError(f"`straggler={self.straggler}` must be at least 1: times as long as the others.")
 
     @property

@@ -75,7 +75,7 @@ class _Transfers:
         through = []
         for task, whole_ms in times.items():
             self._left[task] -= elapsed_ms / whole_ms
-            if self._left[task] * whole_ms <= _DONE:
+            if self._left[task] <= _DONE or self._left[task] * whole_ms <= _DONE:
                 through.append(task)
         for task in through:
             del self._left[task]

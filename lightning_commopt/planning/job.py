@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import isqrt
+from math import inf, isqrt
 from typing import Literal, get_args
 
 __all__ = ["Attention", "Model", "Optimizer", "Precision", "Training"]
@@ -15,8 +15,24 @@ Optimizer = Literal["adamw", "sgd"]
 Attention = Literal["flash", "stored"]
 """``"stored"``: the scores of all pairs are kept for backward, as without a fused kernel."""
 
+_RANGES = {
+    "params": (1, 10**16),
+    "layers": (1, 2000),
+    "hidden": (1, 10**7),
+    "heads": (1, 10**6),
+    "sequence": (1, 10**9),
+    "vocabulary": (0, 10**9),
+}
 _HIDDEN_PER_LAYER = 100  # GPT-3's models have 64 to 128 (Brown et al. 2020, table 2.1)
 _HEAD = 128
+
+
+def _check(name: str, value: int) -> None:
+    least, most = _RANGES[name]
+    if value < least:
+        raise ValueError(f"`{name}={value}` must be at least {least}.")
+    if value > most:
+        raise ValueError(f"`{name}={value}` must be at most {most}.")
 
 
 @dataclass(frozen=True)
@@ -41,9 +57,8 @@ class Model:
     vocabulary: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("params", "layers", "hidden", "heads", "sequence"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}={getattr(self, name)}` must be at least 1.")
+        for name in _RANGES:
+            _check(name, getattr(self, name))
 
     @classmethod
     def shaped(
@@ -67,6 +82,9 @@ class Model:
             vocabulary: Size of the output layer.
 
         """
+        for name, value in (("params", params), ("layers", layers), ("hidden", hidden)):
+            if value is not None:
+                _check(name, value)
         if layers is None:
             by_shape = (params / 12 / _HIDDEN_PER_LAYER**2) ** (1 / 3)
             layers = max(1, round(by_shape if hidden is None else params / 12 / hidden**2))
@@ -131,6 +149,10 @@ class Training:
     def __post_init__(self) -> None:
         if self.global_batch < 1:
             raise ValueError(f"`global_batch={self.global_batch}` must be at least 1.")
+        for name in ("compute_ms", "compute_samples", "activation_bytes"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < inf:
+                raise ValueError(f"`{name}={value}` must be above 0.")
         for name, words in (("precision", Precision), ("optimizer", Optimizer), ("attention", Attention)):
             if getattr(self, name) not in get_args(words):
                 known = ", ".join(map(repr, get_args(words)))

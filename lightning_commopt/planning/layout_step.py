@@ -1,6 +1,6 @@
 """A step under a layout and a method: what it takes, and what it moves."""
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from math import ceil
 
 from lightning_commopt.compression import Compression, Uncompressed
@@ -17,14 +17,26 @@ from lightning_commopt.tuning.bucket_cost import bucket_costs
 __all__ = ["Moved", "Work", "simulate_layout"]
 
 
+_MOST_PASSES = 16  # for each stage; from there on, every pass takes what the last ones took
+
+
 def simulate_layout(work: Work, method: Compression | None) -> Moved:
-    """Simulate a step.
+    """Simulate a step; where it has very many passes, some of them, and continue in a straight line.
 
     Args:
         work: What is to be done.
         method: Of compression; None: DeepSpeed's own ZeRO++.
 
     """
+    most = _MOST_PASSES * work.layout.stages
+    if work.passes <= most or work.layout.kind == "data":
+        return _simulated(work, method)
+    half, whole = (astuple(_simulated(replace(work, passes=passes), method)) for passes in (most // 2, most))
+    times = (work.passes - most) / (most - most // 2)
+    return Moved(*(after + times * (after - before) for before, after in zip(half, whole, strict=True)))
+
+
+def _simulated(work: Work, method: Compression | None) -> Moved:
     if work.layout.kind == "data":
         step, moved = _data_parallel(work, method or Uncompressed())
     elif work.layout.kind in ("pipeline", "tensor"):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import ceil
 
 from lightning_commopt.planning.cluster import Cluster
 from lightning_commopt.planning.job import Model, Training
@@ -100,7 +101,7 @@ def remedies(model: Model, training: Training, cluster: Cluster, ranking: Rankin
         return
     least = min(ranking.best, key=lambda row: row.memory.total)
     yield (
-        f"devices with {least.memory.total / FITS / 1e9:.0f} GB: {least.layout} needs {least.memory.total / 1e9:.1f} "
+        f"devices with {ceil(least.memory.total / FITS / 1e9)} GB: {least.layout} needs {least.memory.total / 1e9:.1f} "
         f"GB, and {FITS:.0%} of {cluster.memory / 1e9:.0f} GB is there"
     )
 
