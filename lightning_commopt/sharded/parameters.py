@@ -54,6 +54,19 @@ class ShardedParameter:
         """Whether it is trained now."""
         return self.tensor.requires_grad
 
+    def flag_to_step(self) -> None:
+        """Let the gathered parameter, which a step of the module uses, be trained as the shard is."""
+        whole = getattr(self._managed, "_unsharded_param", None)
+        if whole is not None and whole.requires_grad != self.requires_grad:
+            whole.requires_grad_(self.requires_grad)
+
+    def flag_from_step(self) -> None:
+        """Let the shard be trained as the gathered parameter, where a step of the module has it."""
+        if self._managed.sharded_state.name == "UNSHARDED":
+            whole = self._managed._unsharded_param
+            if whole.requires_grad != self.requires_grad:
+                self.tensor.requires_grad_(whole.requires_grad)
+
     def travels_exactly(self, method: Compression) -> bool:
         """Whether the parameter is sent inside a node as it is; float64 is, since payloads are made of fp32."""
         return method.travels_exactly(self.whole_shape) or self.dtype == torch.float64
@@ -171,10 +184,12 @@ def begin_alike(module: nn.Module, replicas: dist.ProcessGroup) -> None:
 
 
 def reduce_unused(module: nn.Module) -> None:
-    """Let parameters without a gradient be reduced as zeros, where this torch can."""
+    """Let parameters without a gradient be reduced as zeros, where this torch can. A collective."""
     for sharded in sharded_modules(module):
         if hasattr(sharded, "set_reduce_scatter_unused_params"):
             sharded.set_reduce_scatter_unused_params(True, recurse=False)
+            sharded.unshard()  # FSDP2 passes over a group that was never gathered
+            sharded.reshard()
 
 
 def _managed_groups(module: nn.Module) -> Iterator[Any]:

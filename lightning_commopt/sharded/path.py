@@ -82,6 +82,7 @@ class ShardedPath(GradientPath):
         self.deferred = False
         """Whether backward only adds to this rank's gradients, as in all but the last batch of a window."""
         self._deferred_rounds = 0  # of this window
+        self._reduced: set[int] = set()  # groups of this round
         super().__init__(cast(Mapping[str, Parameter], groups.trainable), method, replicas, **kwargs)
         for group in groups:
             group.managed._all_reduce_hook = partial(self._reduce, group)
@@ -96,12 +97,28 @@ class ShardedPath(GradientPath):
         if self.deferred:
             return
         trainable = group.trainable
+        if not trainable:
+            raise RuntimeError(
+                f"FSDP2 reduced the group with `{group.parameters[0].name}`, which was frozen inside the step: "
+                "freeze it before the step, or by `toggle_optimizer`."
+            )
         if flat.numel() != sum(p.numel() for p in trainable):
             raise RuntimeError(
                 f"FSDP2 reduced {flat.numel()} elements of the group with `{trainable[0].name}`, which has "
                 f"{sum(p.numel() for p in trainable)}: a parameter got no gradient. Freeze it with "
-                "`requires_grad_(False)`, or use a torch with `set_reduce_scatter_unused_params`."
+                "`requires_grad_(False)` before the step (with `toggle_optimizer` inside one), or use a torch with "
+                "`set_reduce_scatter_unused_params`."
             )
+        if id(group) in self._reduced:  # its module ran more than once in the forward
+            if self.keeps_residuals:
+                raise RuntimeError(
+                    f"The module with `{trainable[0].name}` ran more than once in a step, so that its gradient is "
+                    "exchanged in parts, and a residual belongs to the whole: leave the module out of `wrap` (what is "
+                    "left over is reduced once), call it once on all inputs together, or choose 'none', 'bf16' or "
+                    "'fp16'."
+                )
+            self._handed_over -= len(trainable)
+        self._reduced.add(id(group))
         _add_accumulated(flat, trainable)
         begun = self.recorder.clock.mark()
         self.hook(None, cast(GradBucket, FlatShard(flat, trainable))).wait()
@@ -126,6 +143,7 @@ class ShardedPath(GradientPath):
 
         """
         self.deferred = deferred or not self.groups.synchronise
+        self._reduced.clear()
         self.follow_trainable()
         number = self.rounds + (self._deferred_rounds << 32)
         self.inside.begin_round(number, loss_scale, self._thrown_away)

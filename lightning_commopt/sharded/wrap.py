@@ -74,16 +74,18 @@ def shard_automatically(module: nn.Module, mesh: DeviceMesh, wrap: Wrap, precisi
         precision: The Trainer's.
 
     Raises:
-        ValueError: ``wrap`` selects nothing.
+        ValueError: ``wrap`` names what is not there, or selects nothing.
 
     """
     policy = mixed_precision(precision)
     rest = replace(policy, param_dtype=None)  # its modules see batches and outputs of groups: autocast deals with them
     _begin_alike(module, mesh.device_type)
     chosen = list(_chosen(module, wrap))
-    if not chosen and isinstance(wrap, Sequence):
-        names = ", ".join(f"`{kind if isinstance(kind, str) else kind.__name__}`" for kind in wrap)
-        raise ValueError(f"`wrap` selects no module: there is no {names} in the model whose parameters are its own.")
+    if isinstance(wrap, Sequence):
+        missing = [kind for kind in wrap if not any(_is_chosen(part, 0, [kind]) for part in module.modules())]
+        if missing or not chosen:
+            names = ", ".join(f"`{kind if isinstance(kind, str) else kind.__name__}`" for kind in missing or wrap)
+            raise ValueError(f"`wrap`: there is no {names} in the model whose parameters are its own.")
     for part in chosen:
         fully_shard(part, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=rest)

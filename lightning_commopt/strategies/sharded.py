@@ -22,6 +22,7 @@ from lightning_commopt.routes import Hierarchy, discover
 from lightning_commopt.sharded import HybridMesh, InsideNode, ShardedPath, ShardGroups, Wrap
 from lightning_commopt.sharded.codecs import GATHER, SCATTER, check_inside, codec_inside
 from lightning_commopt.sharded.parameters import begin_alike, reduce_unused
+from lightning_commopt.sharded.toggles import Toggles
 from lightning_commopt.sharded.wrap import announce_backward, gather_again, shard_unless_sharded, sharded_by_us
 from lightning_commopt.strategies.applied_steps import AppliedSteps
 from lightning_commopt.strategies.elastic import join_restarted
@@ -31,7 +32,9 @@ from lightning_commopt.strategies.other_lightning import import_hint
 from lightning_commopt.strategies.preflight import check_devices, check_optimizers, device_name, warn_of_mixed_devices
 from lightning_commopt.strategies.residual_checkpoint import ResidualCheckpoint, ResidualPolicy
 from lightning_commopt.strategies.sharded_checks import (
+    check_callbacks,
     check_groups,
+    check_references,
     check_sharded_options,
     explain_sharded,
     refuse_sizes,
@@ -55,9 +58,9 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
 
     The LightningModule stays as it is, and is sharded by ``wrap``. Or its `configure_model` shards it, with
     ``fully_shard(module, mesh=self.device_mesh["shard"])``. Buffers (such as those of batch norms) begin alike and are
-    then each rank's own, as always under FSDP2. A parameter that no rank uses in a step has a gradient of zeros in it,
-    so that weight decay and momentum still move it, unlike under ``find_unused_parameters=True``. :meth:`comm_stats`
-    counts what travels between replicas.
+    then each rank's own, as always under FSDP2. Where replicas or ``shard_scatter`` exchange gradients, a
+    parameter that no rank uses in a step has a gradient of zeros in it: weight decay and momentum still move it, unlike
+    under ``find_unused_parameters=True`` or on one node. :meth:`comm_stats` counts what travels between replicas.
 
     Args:
         compression: As in :class:`CommOptStrategy`, but for ``"auto"``.
@@ -134,6 +137,7 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         self._shards: ShardGroups | None = None
         self._steps: AppliedSteps | None = None
         self._inside: InsideNode | None = None  # where there is no path
+        self._toggles: Toggles | None = None  # under manual optimisation
         self._deferred = False
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
@@ -158,6 +162,7 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
+            check_callbacks(trainer)
             self._path = self._steps = self._inside = None
         if self.world_size > 1:
             self._uneven.attach(trainer, self._control)
@@ -174,6 +179,9 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
             self._inside = InsideNode(self._shards, self.shard_mesh.get_group(), self.root_device, self.shard_gather)
             return
         check_optimizers(self)
+        check_references(module, self.optimizers)
+        if self._inside_step:
+            self._toggles = Toggles(module, self._shards.parameters.values())
         if self.replicas > 1:
             warn_of_mixed_devices(self._control.all_gather(device_name(self.root_device)))
         self._make_path(module, self._shards)
@@ -232,6 +240,8 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         accumulated = [g for p in self._shards.parameters.values() if (g := p.grad) is not None]
         closure_loss = self._short_window.weighted(closure_loss, self.lightning_module, accumulated)
         by_hand = self._inside_step
+        if self._toggles is not None:
+            self._toggles.follow_step()
         if by_hand:
             announce_backward(self.lightning_module, closure_loss)
         loss = self._exchanging_backward(closure_loss, optimizer, *args, **kwargs)
@@ -348,7 +358,7 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        runtime = ("_path", "_shards", "_steps", "_inside")
+        runtime = ("_path", "_shards", "_steps", "_inside", "_toggles")
         return super().__getstate__() | dict.fromkeys(runtime)
 
     def __repr__(self) -> str:
@@ -364,4 +374,7 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
             self._inside.detach()
         if self._steps is not None:
             self._steps.close()
+        if self._toggles is not None:
+            self._toggles.detach()
+            self._toggles = None
         super().teardown()

@@ -1,12 +1,14 @@
 """What is refused or compared before a sharded module trains."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, get_args
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from lightning_commopt.compression import Uncompressed
 from lightning_commopt.routes import Topology
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
     from lightning_commopt.strategies.sharded import CommOptShardedStrategy
 
 __all__ = [
+    "check_callbacks",
     "check_groups",
+    "check_references",
     "check_sharded_options",
     "explain_sharded",
     "refuse_sizes",
@@ -146,8 +150,9 @@ def check_groups(module: nn.Module, groups: ShardGroups, mesh: DeviceMesh, keeps
         reduced = managed.mp_policy.reduce_dtype or group.parameters[0].dtype
         if reduced not in (torch.float32, torch.bfloat16) or managed.force_sum_reduction_for_comms:
             raise ValueError(
-                f"The group with `{name}` is reduced in {reduced}, which FSDP2 divides after our hook: use "
-                "`mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)`, and no "
+                f"The group with `{name}` is reduced in {reduced}, which FSDP2 divides after our hook: make its "
+                "parameters float32 or bfloat16; where `configure_model` shards, use "
+                "`mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)` and no "
                 "`set_force_sum_reduction_for_comms`."
             )
         for parameter in group.parameters:
@@ -161,6 +166,41 @@ def check_groups(module: nn.Module, groups: ShardGroups, mesh: DeviceMesh, keeps
             raise ValueError(
                 f"`{name}` belongs to no module that was sharded, so its gradient would stay this rank's own: call "
                 "`fully_shard` on a module that has it, or freeze it."
+            )
+
+
+def check_callbacks(trainer: "pl.Trainer") -> None:
+    """Refuse callbacks that average parameters: they copy whole ones, and a rank has shards.
+
+    Raises:
+        ValueError: Naming the callback.
+
+    """
+    for callback in trainer.callbacks:
+        kinds = {kind.__name__ for kind in type(callback).__mro__}
+        if kinds & {"StochasticWeightAveraging", "WeightAveraging"}:
+            raise ValueError(
+                f"`{type(callback).__name__}` averages whole parameters, and each rank has shards of them: leave it "
+                "out, or use `CommOptStrategy` for a model that fits into one device."
+            )
+
+
+def check_references(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers of parameters that the module no longer has, since sharding replaced them.
+
+    Raises:
+        ValueError: Saying what to do instead.
+
+    """
+    own = set(map(id, module.parameters()))
+    for optimizer in optimizers:
+        stale = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+        if stale:
+            raise ValueError(
+                f"`{type(optimizer).__name__}` has {stale} parameters that are not, or no longer, those of the "
+                "LightningModule: sharding replaces parameters, so that it would train nothing. Make the optimizer in "
+                "`configure_optimizers`, from `self.parameters()` as they are there, not from references of `__init__` "
+                "or `setup`."
             )
 
 

@@ -10,7 +10,7 @@ Uneven = Literal["error", "trim", "join"]
 
 _CURE = (
     "give every rank as many batches, as `DistributedSampler` does, or choose `uneven='trim'` (every rank stops after "
-    "the shortest) or `uneven='join'` (a rank that has ended repeats its last batch with weight 0)"
+    "the shortest) or `uneven='join'` (a rank that has ended repeats its last batch with weight 0; DDP alone)"
 )
 
 
