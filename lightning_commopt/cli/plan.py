@@ -188,7 +188,10 @@ def _compute(
     """Return what forward and backward of so many samples take, and a sentence where it is not as measured."""
     if given_ms is not None:
         return (given_ms, samples), []
-    if known.compute_ms is None or known.params in (None, params):
+    if known.compute_ms is None and known.gpus is not None:
+        sentence = "\nThe run tells no compute (it was too short), so that it follows from `--tflops` and `--mfu`."
+        return (None, 1.0), [sentence]
+    if known.compute_ms is None or known.params == params:
         return (known.compute_ms, known.compute_samples), []
     assert known.params is not None
     times = params / known.params

@@ -66,9 +66,16 @@ def _pipelined(work: Work, method: Compression) -> tuple[Step, Moved]:
     model, cluster, layout, local = work.model, work.cluster, work.layout, work.cluster.local
     step, schedule = Step(), one_f_one_b(layout.stages, work.passes)
     message = work.samples * model.sequence * model.hidden * work.training.activation_size
-    tensor_bytes, tensor_ms = _tensor_parallel(work, message)
-    profile = work.profile
-    cost = StageCost(profile.forward_ms + tensor_ms / 2, profile.backward_ms + tensor_ms / 2)
+    profile, each = work.profile, model.layers / layout.stages
+    layers = [model.layers // layout.stages + (stage < model.layers % layout.stages) for stage in range(layout.stages)]
+    tensor_bytes, block_ms = _tensor_parallel(work, message)
+    stage_costs = [
+        StageCost(
+            profile.forward_ms * count / each + block_ms * count / 2,
+            profile.backward_ms * count / each + block_ms * count / 2,
+        )
+        for count in layers
+    ]
     plan = gradient_plan(model, work.training, cluster, method, layout.ranks_per_copy)
     costs = bucket_costs(gradient_link(cluster, layout, method), plan) if layout.replicas > 1 else []
     crosses = layout.replicas > max(1, local // layout.ranks_per_copy)
@@ -77,9 +84,7 @@ def _pipelined(work: Work, method: Compression) -> tuple[Step, Moved]:
     kinds = [[1.0] * layout.stages] if layout.replicas > 1 or len(work.factors) == 1 else []
     kinds += [slow] if len(work.factors) > 1 else []
     travels = [_travel(work, message, copy) for copy in range(len(kinds))]
-    add_pipelined(
-        step, schedule, [cost] * layout.stages, travels, [costs] * layout.stages, links, profile.optimizer_ms, kinds
-    )
+    add_pipelined(step, schedule, stage_costs, travels, [costs] * layout.stages, links, profile.optimizer_ms, kinds)
     hops = 2 * (layout.stages - 1) / layout.stages * work.passes
     return step, Moved(0.0, sent_bytes(costs), hops * message + tensor_bytes, 0.0, 0.0)
 
@@ -101,12 +106,11 @@ def _travel(work: Work, message: float, copy: int) -> Travel:
 
 
 def _tensor_parallel(work: Work, message: float) -> tuple[float, float]:
-    """Return the bytes of a step and the ms of a pass for all-reduces of activations: two a block each way."""
+    """Return the bytes of a step and the ms of a pass and block for all-reduces of activations: two each way."""
     tensor = work.layout.tensor
     if tensor == 1:
         return 0.0, 0.0
-    layers = ceil(work.model.layers / work.layout.stages)
-    count = layers * (6 if work.training.checkpointing else 4)
+    layers, count = ceil(work.model.layers / work.layout.stages), 6 if work.training.checkpointing else 4
     sent = 2 * (tensor - 1) / tensor * message
     one_ms = sent / work.cluster.intra_rate * 1e3 + 2 * (tensor - 1) * work.cluster.intra_latency_ms
-    return count * sent * work.passes, count * one_ms
+    return layers * count * sent * work.passes, count * one_ms

@@ -121,7 +121,8 @@ def remedies(model: Model, training: Training, cluster: Cluster, ranking: Rankin
         try:
             more = replace(cluster, devices=cluster.devices << doublings)
             batch = max(training.global_batch, more.devices)
-            found = list(helps(f"{more.devices} devices{how}", replace(way, global_batch=batch), more))
+            larger = f" and a global batch of {batch}" if batch > training.global_batch else ""
+            found = list(helps(f"{more.devices} devices{how}{larger}", replace(way, global_batch=batch), more))
         except ValueError:
             continue
         if found:

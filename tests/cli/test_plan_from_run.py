@@ -71,6 +71,13 @@ def test_options_go_before_what_was_measured(run: Path, capsys: pytest.CaptureFi
     assert not data["run"]["same_cluster"]  # type: ignore[index]
 
 
+def test_compute_of_another_model_grows_with_its_parameters(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = planned(capsys, "--from", str(run), "--params", "20M")
+    assert data["training"]["compute_ms"] == pytest.approx(10 * (PROFILE.forward_ms + PROFILE.backward_ms))  # type: ignore[index]
+    assert main(["plan", "--from", str(run), "--params", "20M"]) == 0
+    assert "its compute is taken 10 times" in capsys.readouterr().out
+
+
 def test_no_run_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other.json").write_text("{}")
     assert main(["plan", "--from", str(tmp_path / "other.json")]) == 2
