@@ -54,9 +54,15 @@ class ShardedParameter:
         """Whether it is trained now."""
         return self.tensor.requires_grad
 
+    @property
+    def gathered(self) -> nn.Parameter | None:
+        """The whole parameter that steps of the module use; None before it was gathered for the first time."""
+        whole: nn.Parameter | None = getattr(self._managed, "_unsharded_param", None)
+        return whole
+
     def flag_to_step(self) -> None:
         """Let the gathered parameter, which a step of the module uses, be trained as the shard is."""
-        whole = getattr(self._managed, "_unsharded_param", None)
+        whole = self.gathered
         if whole is not None and whole.requires_grad != self.requires_grad:
             whole.requires_grad_(self.requires_grad)
 

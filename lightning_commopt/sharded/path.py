@@ -17,6 +17,7 @@ from lightning_commopt.compression.pending import Parts
 from lightning_commopt.routes import ControlGroup, GradientPath
 from lightning_commopt.sharded.inside import SCATTER_STATE, InsideNode
 from lightning_commopt.sharded.parameters import ShardedParameter, ShardGroup, ShardGroups
+from lightning_commopt.sharded.unused import Unused
 
 __all__ = ["ShardedPath"]
 
@@ -83,6 +84,7 @@ class ShardedPath(GradientPath):
         """Whether backward only adds to this rank's gradients, as in all but the last batch of a window."""
         self._deferred_rounds = 0  # of this window
         self._reduced: set[int] = set()  # groups of this round
+        self._unused = Unused(groups.parameters.values())
         super().__init__(cast(Mapping[str, Parameter], groups.trainable), method, replicas, **kwargs)
         for group in groups:
             group.managed._all_reduce_hook = partial(self._reduce, group)
@@ -129,6 +131,7 @@ class ShardedPath(GradientPath):
     def detach(self) -> None:
         """Take the hooks out of the module."""
         self.inside.detach()
+        self._unused.detach()
         for group in self.groups:
             group.managed._all_reduce_hook = None
 
@@ -157,6 +160,7 @@ class ShardedPath(GradientPath):
             self._keep_results()
         else:
             self.finish_round()
+            self._unused.end_window()
             self._deferred_rounds = 0
             self.inside.number_gathers(self.rounds)
         self.inside.finish_round()

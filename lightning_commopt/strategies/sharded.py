@@ -60,7 +60,8 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
     ``fully_shard(module, mesh=self.device_mesh["shard"])``. Buffers (such as those of batch norms) begin alike and are
     then each rank's own, as always under FSDP2. Where replicas or ``shard_scatter`` exchange gradients, a
     parameter that no rank uses in a step has a gradient of zeros in it: weight decay and momentum still move it, unlike
-    under ``find_unused_parameters=True`` or on one node. :meth:`comm_stats` counts what travels between replicas.
+    under ``find_unused_parameters=True`` or on one node; a warning says so. :meth:`comm_stats` counts what travels
+    between replicas.
 
     Args:
         compression: As in :class:`CommOptStrategy`, but for ``"auto"``.

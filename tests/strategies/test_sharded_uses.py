@@ -117,6 +117,21 @@ def test_it_is_as_under_ddp(
         assert all(torch.equal(rank[place].parameters, ranks[0][place].parameters) for rank in ranks)
 
 
+def used_and_unused() -> list[list[str]]:
+    fits = [
+        fit_sharded(sharded("int8"), model, batches(4), accumulate_grad_batches=every)
+        for model, every in ((Regression("sgd"), 1), (Late("sgd"), 1), (Late("sgd"), 4))
+    ]
+    return [[text for text in fit.warnings if "took no part in a step" in text] for fit in fits]
+
+
+def test_unused_parameters_are_told_once(pool: WorkerPool) -> None:
+    used, unused, used_in_the_window = pool.run(used_and_unused, 4, **NODES)[0]
+    assert used == used_in_the_window == []
+    assert len(unused) == 1
+    assert unused[0].startswith("`late.weight` and 1 more took no part in a step of this rank.")
+
+
 def test_a_residual_cannot_follow_a_group_that_is_reduced_twice(pool: WorkerPool) -> None:
     with pytest.raises(WorkerFailure, match=r"module with `layers.5.weight` ran more than once.*leave the module out"):
         pool.run(beside_ddp, 4, Siamese, "ddp", ("int8",), **NODES)
