@@ -22,15 +22,16 @@ def byte_size(text: str) -> float:
     (40000000000.0, 1572864.0, 512.0)
 
     Raises:
-        UsageError: The text is no size.
+        UsageError: The text is no size, or none that a computer could have.
 
     """
     match = re.fullmatch(_NUMBER + r"(?:([kKmMgGtT]?)(i?)B)?", text.strip())
-    if match is None:
+    size = float("inf") if match is None else _scaled(match[1], match[2] or "", bool(match[3]))
+    if size == float("inf"):
         raise UsageError(
             f"`{text}` is not a size: write a number and kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 40GB."
         )
-    return _scaled(match[1], match[2] or "", bool(match[3]))
+    return size
 
 
 def byte_rate(text: str) -> float:

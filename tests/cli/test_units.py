@@ -39,7 +39,7 @@ def test_counts(text: str, number: int) -> None:
 
 @pytest.mark.parametrize(
     ("parse", "text"),
-    [(byte_size, text) for text in ("", "40Gb", "40 gb", "-1GB", "GB", "40Gbit", "nanGB", "infGB")]
+    [(byte_size, text) for text in ("", "40Gb", "40 gb", "-1GB", "GB", "40Gbit", "nanGB", "infGB", "1e400GB")]
     + [(byte_rate, text) for text in ("", "25", "25Gbps", "25Gb", "0mbit", "-1gbit", "600GB", "1gbit; true")]
     + [(count, text) for text in ("", "1.5", "many", "-3", "7BB")],
 )
