@@ -17,12 +17,12 @@ class Unused:
     """Warns once of parameters that this rank trains and whose gradient a whole window of backwards left out.
 
     Args:
-        parameters: All of the module; those that were gathered once are watched.
+        parameters: All of the module; those that are trained now, and were gathered once, are watched.
 
     """
 
     def __init__(self, parameters: "Iterable[ShardedParameter]") -> None:
-        self._watched = {p.name: p for p in parameters if p.gathered is not None}
+        self._watched = {p.name: p for p in parameters if p.gathered is not None and p.gathered.requires_grad}
         self._used: set[str] = set()
         self._handles = [
             whole.register_post_accumulate_grad_hook(partial(self._mark, name))
