@@ -101,14 +101,19 @@ def _print_rich(table: Table) -> None:
     from rich.table import Table as RichTable
 
     shown = RichTable(title=table.title, title_justify="left", box=box.ROUNDED)
+    floors: list[int] = []  # no number and no word is cut
     for i, column in enumerate(table.columns):
-        shown.add_column(column, justify="right" if _is_numeric(table, i) else "left")
+        numeric = _is_numeric(table, i)
+        words = [word for cell in [row[i] for row in table.rows] for word in ([cell] if numeric else cell.split())]
+        floors.append(max(map(len, [*words, *column.split()]), default=0))
+        shown.add_column(column, justify="right" if numeric else "left", min_width=floors[-1])
     for row in table.rows:
         shown.add_row(*row)
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
-    console.print(shown)
+    console.width = max(console.width, sum(floors) + 3 * len(floors) + 1)
+    console.print(shown, crop=False)
 
 
 def _is_numeric(table: Table, column: int) -> bool:

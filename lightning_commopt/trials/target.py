@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 
@@ -17,6 +18,7 @@ from lightning_commopt.trials.options import trainer_options
 
 __all__ = ["Setup", "Target", "TargetError"]
 
+_RUNS = ("fit", "validate", "test", "predict")
 _CONTRACT = (
     "must return `(trainer, model)` or `(trainer, model, data)`, where `data` is a DataLoader or LightningDataModule"
 )
@@ -89,7 +91,7 @@ class Target:
             TargetError: It raises, or returns something else than it should.
 
         """
-        with trainer_options(changes) as given, _told(f"`{self.words}`"):
+        with trainer_options(changes) as given, _told(f"`{self.words}`"), _without_runs(f"`{self.words}`"):
             made = self._function()
         parts = made if isinstance(made, tuple) else (made,)
         fits = 2 <= len(parts) <= 3 and isinstance(parts[0], pl.Trainer) and isinstance(parts[1], pl.LightningModule)
@@ -108,11 +110,26 @@ def _told(whose: str) -> Iterator[None]:
     """Turn an exception of the user's code into a sentence, below its traceback."""
     try:
         yield
+    except TargetError:
+        raise
     except Exception as error:
         traceback.print_exc()
         relative = "relative import" in str(error) and isinstance(error, ImportError)
         hint = " For a module of a package, write `package.module:make_trainer`." if relative else ""
         raise TargetError(f"{whose} raised `{type(error).__name__}: {error}`; the traceback is above.{hint}") from error
+
+
+@contextlib.contextmanager
+def _without_runs(whose: str) -> Iterator[None]:
+    """Refuse to train in the user's code: Lightning would start this command once more for every further process."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise TargetError(f"{whose} starts a run: put `fit` and the like below `if __name__ == '__main__':`.")
+
+    with contextlib.ExitStack() as patches:
+        for name in _RUNS:
+            patches.enter_context(mock.patch.object(pl.Trainer, name, refuse))
+        yield
 
 
 def _script(place: str) -> ModuleType:
@@ -127,7 +144,7 @@ def _script(place: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    with _told(f"`{place}`"):
+    with _told(f"`{place}`"), _without_runs(f"`{place}`"):
         spec.loader.exec_module(module)
     return module
 

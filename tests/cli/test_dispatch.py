@@ -145,3 +145,19 @@ def test_a_reader_that_has_seen_enough_is_no_fault(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "dup2", lambda _, to: turned.append(to))
     assert main(["--help"]) == 141
     assert turned == [1], "what is still buffered would fail again at exit"
+
+
+def test_a_narrow_terminal_cuts_no_number_and_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "40")
+    columns = ["throughput", "efficiency", "a long heading", "layout"]
+    output.print_answer(
+        Answer({}, [Table("Narrow", columns, [["123456789", "100%", "87654321", "pipeline 4"]])]), False
+    )
+    shown = terminal.getvalue()
+    assert "…" not in shown
+    for whole in ("123456789", "87654321", "throughput", "efficiency", "heading", "pipeline"):
+        assert whole in shown

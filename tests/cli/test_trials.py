@@ -56,6 +56,7 @@ def test_options_are_changed_for_the_trainer_of_the_function_alone() -> None:
         (f"{TOY}:make_two", "made 2 Trainers"),
         (f"{TOY}:make_nothing", "has no function `make_nothing`"),
         (f"{TOY}:make_raising", "raised `ValueError: no data`; the traceback is above"),
+        (f"{TOY}:make_fitted", "make_fitted` starts a run: put `fit` and the like below `if __name__"),
         (f"{TOY}", "names no function: write `script.py:make_trainer`"),
         ("nowhere.py:make_trainer", "no script `nowhere.py`"),
         ("no_such_module:make_trainer", "no module `no_such_module`"),
@@ -64,6 +65,14 @@ def test_options_are_changed_for_the_trainer_of_the_function_alone() -> None:
 def test_what_is_no_target_is_told(words: str, told: str) -> None:
     with pytest.raises(TargetError, match=told):
         Target(words).make()
+
+
+def test_a_script_that_fits_when_it_is_imported_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "fits.py"
+    script.write_text("import lightning as L\nL.Trainer(logger=False, enable_checkpointing=False).fit(None)\n")
+    with pytest.raises(TargetError, match=r"fits.py` starts a run: put `fit`"):
+        Target(f"{script}:make")
+    assert Trainer.fit.__qualname__ == "Trainer.fit"
 
 
 # ---- batch, accumulation, rate ------------------------------------------------------------------------------------

@@ -92,6 +92,13 @@ def make_trainer_alone() -> Trainer:
     return make_trainer()[0]
 
 
+def make_fitted() -> object:
+    """Trains, which it must not."""
+    trainer, model = make_trainer()
+    trainer.fit(model)
+    return trainer, model
+
+
 def make_raising() -> None:
     """What a mistake in a script looks like."""
     raise ValueError("no data")
