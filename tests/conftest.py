@@ -9,13 +9,13 @@ import hypothesis
 import pytest
 
 from tests.pool import WorkerPool
+from tests.pool.pool import RESOLVER
 from tests.runs.recorder import Recorder
 
 hypothesis.settings.register_profile("lightning_commopt", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("lightning_commopt")
 
-# c10d asks the name server for the name of 127.0.0.1 at each connection; a lost answer would cost 5 s.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+os.environ.setdefault("RES_OPTIONS", RESOLVER)  # for whatever the tests start
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -87,7 +87,7 @@ def test_checkpoints(pool: WorkerPool, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_two_by_two_by_two(tmp_path: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.pipeline.eight", str(tmp_path)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S + 15, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -25,6 +25,9 @@ _Outcome = Success | RankError
 _ROOT = Path(__file__).parents[2]
 _HOST = "127.0.0.1"
 _START_TIMEOUT = 100.0
+# c10d asks the name server for the name of 127.0.0.1 at each connection; a lost answer would cost 5 s.
+RESOLVER = "timeout:1 attempts:1"
+"""For `RES_OPTIONS`."""
 _DIED = "WorkerDied"
 _SETTLE = 0.05
 _STACKS_SIGNAL = signal.SIGUSR2
@@ -253,6 +256,7 @@ def _start_supervisor(rank: int, folder: Path, variables: Mapping[str, str]) -> 
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",  # a library that starts threads at import makes fork unsafe
         "MKL_NUM_THREADS": "1",
+        "RES_OPTIONS": os.environ.get("RES_OPTIONS", RESOLVER),
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # a process on huge pages is forked in a quarter of the time
         "PYTHONMALLOC": "malloc",  # so that Python's objects lie there too
         **variables,

@@ -18,8 +18,8 @@ from typing_extensions import override
 from lightning_commopt.callbacks import CommMonitor, CommSummary
 from lightning_commopt.zero.consolidate import consolidate
 from tests.pool import WorkerFailure, WorkerPool
-from tests.strategies.toy import Regression, batches, flat, loader
-from tests.strategies.zero_toy import STEPS, Full, ZeroFit, ZeroResume, distance, resumed, zero_fit, zero_strategy
+from tests.strategies.toy import Regression, batches, distance, flat, loader
+from tests.strategies.zero_toy import STEPS, Full, ZeroFit, ZeroResume, resumed, zero_fit, zero_strategy
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),

@@ -16,16 +16,11 @@ from lightning_commopt import CommOptShardedStrategy, CommOptStrategy, PowerSGD
 from lightning_commopt.compression import METHODS
 from tests.pool import WorkerFailure, WorkerPool
 from tests.strategies.sharded_toy import OwnSharding, ShardedFit, fit_sharded, sharded
-from tests.strategies.toy import ByHand, Regression, ScaledFP32, batches
+from tests.strategies.toy import ByHand, Regression, ScaledFP32, batches, distance
 
 pytestmark = pytest.mark.runs("commopt_hsdp", "training, methods")
 
 NODES: dict[str, Any] = {"nodes": 2, "timeout": 60.0}
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    """Relative 2-norm of the difference."""
-    return float((one - other).norm() / other.norm())
 
 
 class Unhooked(pl.Callback):

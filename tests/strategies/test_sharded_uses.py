@@ -12,17 +12,12 @@ from typing_extensions import override
 
 from tests.pool import WorkerFailure, WorkerPool
 from tests.strategies.sharded_toy import ShardedFit, fit_sharded, sharded
-from tests.strategies.toy import Batch, Regression, batches
+from tests.strategies.toy import Batch, Regression, batches, distance
 
 pytestmark = pytest.mark.runs("commopt_hsdp", "training, methods")
 
 NODES: dict[str, Any] = {"nodes": 2, "timeout": 60.0}
 UNUSED_TOO = "ddp_find_unused_parameters_true"
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    """Relative 2-norm of the difference."""
-    return float((one - other).norm() / other.norm())
 
 
 def beside_ddp(model: type[Regression], ddp: str, methods: Sequence[str], **options: Any) -> list[ShardedFit]:

@@ -31,6 +31,7 @@ __all__ = [
     "ScaledFP32",
     "batches",
     "compresses",
+    "distance",
     "each_method",
     "each_route",
     "fit",
@@ -186,6 +187,11 @@ def each_method(which: Callable[[Case], bool] = lambda case: True) -> pytest.Mar
 
 def _by_case_and_world(chosen: list[tuple[Case, int]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("case", "world"), [pytest.param(c, w, id=f"{c.id}-{w}") for c, w in chosen])
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Relative 2-norm of the difference."""
+    return float((one - other).norm() / other.norm())
 
 
 def flat(module: nn.Module) -> Tensor:

@@ -16,7 +16,7 @@ from lightning_commopt import CommOptDeepSpeedStrategy, CommStats
 from tests.pool import trainer
 from tests.strategies.toy import Batch, Regression, batches, flat, loader
 
-__all__ = ["STEPS", "Full", "ZeroFit", "ZeroResume", "distance", "resumed", "zero_fit", "zero_strategy"]
+__all__ = ["STEPS", "Full", "ZeroFit", "ZeroResume", "resumed", "zero_fit", "zero_strategy"]
 
 STEPS = 60
 """Of the longest fits; `benchmarks/sharded_distance.py` takes 300."""
@@ -142,8 +142,3 @@ def resumed(stage: int, folder: Path) -> ZeroResume:
     except ValueError as error:
         return ZeroResume(fits, save.parameters, str(error))
     return ZeroResume(fits, save.parameters, full.validated)
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    """Relative 2-norm of a difference."""
-    return float((one - other).norm() / other.norm())
