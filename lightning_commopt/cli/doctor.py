@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_commopt.cli.errors import UsageError
 from lightning_commopt.cli.output import Answer, Table
+from lightning_commopt.cli.units import listed
 from lightning_commopt.compression import METHODS
 from lightning_commopt.routes import ControlGroup
 from lightning_commopt.selftest.laws import LAWS
@@ -124,7 +125,7 @@ def _compare(words: str, steps: int, tolerance: float) -> Answer | None:
 
 
 def _selftest(processes: int, device: str, methods: str, ranks_per_node: int | None, timeout_s: float) -> Answer | None:
-    chosen = tuple(name.strip() for name in methods.split(",") if name.strip())
+    chosen = tuple(listed(methods))
     if unknown := [name for name in chosen if name not in METHODS]:
         raise UsageError(f"`--methods {unknown[0]}` is no method: choose from {', '.join(METHODS)}.")
     if timeout_s <= 0:

@@ -101,18 +101,16 @@ def _print_rich(table: Table) -> None:
     from rich.table import Table as RichTable
 
     shown = RichTable(title=table.title, title_justify="left", box=box.ROUNDED)
-    floors: list[int] = []  # no number and no word is cut
     for i, column in enumerate(table.columns):
         numeric = _is_numeric(table, i)
         words = [word for cell in [row[i] for row in table.rows] for word in ([cell] if numeric else cell.split())]
-        floors.append(max(map(len, [*words, *column.split()]), default=0))
-        shown.add_column(column, justify="right" if numeric else "left", min_width=floors[-1])
+        widest = max(map(len, [*words, *column.split()]), default=0)  # no number and no word is cut
+        shown.add_column(column, justify="right" if numeric else "left", min_width=widest)
     for row in table.rows:
         shown.add_row(*row)
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
-    console.width = max(console.width, sum(floors) + 3 * len(floors) + 1)
     console.print(shown, crop=False)
 
 

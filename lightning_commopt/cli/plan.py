@@ -7,7 +7,7 @@ from lightning_commopt.cli.errors import UsageError
 from lightning_commopt.cli.output import Answer
 from lightning_commopt.cli.plan_known import Known, known_of
 from lightning_commopt.cli.plan_output import plan_data, shown_plan
-from lightning_commopt.cli.units import byte_rate, byte_size, count, show_count
+from lightning_commopt.cli.units import byte_rate, byte_size, count, listed, show_count
 from lightning_commopt.compression import METHODS
 from lightning_commopt.planning import Cluster, Model, Training, remedies
 from lightning_commopt.planning import plan as rank
@@ -131,8 +131,8 @@ def plan(
         raise UsageError(f"`--batch-per-gpu={each}` must be at least 1.")
     batch = each * gpus if global_batch is None else global_batch
     compute, scaled = _compute(compute_ms, batch / max(1, gpus), numel, known)
-    allowed = [word.strip() for word in allow.strip("[]").split(",") if word.strip()]
-    if unknown := [word for word in allowed if word not in METHODS or METHODS[word].loss_safety != "C"]:
+    allowed = listed(allow.strip("[]"))
+    if unknown := [word for word in allowed if word not in _OF_CLASS_C]:
         raise UsageError(f"`--allow {unknown[0]}` is no method of class C: choose from {', '.join(_OF_CLASS_C)}.")
     if top < 0:
         raise UsageError(f"`--top={top}` must be at least 0.")

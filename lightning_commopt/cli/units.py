@@ -9,7 +9,7 @@ from decimal import Decimal
 
 from lightning_commopt.cli.errors import UsageError
 
-__all__ = ["byte_rate", "byte_size", "count", "show_bytes", "show_count", "show_rate"]
+__all__ = ["byte_rate", "byte_size", "count", "listed", "show_bytes", "show_count", "show_rate"]
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _NUMBER = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*"
@@ -71,6 +71,16 @@ def count(text: str) -> int:
     if number == float("inf") or number != round(number):
         raise UsageError(f"`{text}` is not a count: write a whole number, such as 1.3e9, 350M or 7B.")
     return round(number)
+
+
+def listed(text: str) -> list[str]:
+    """Return what commas part.
+
+    >>> listed("int8, topk,")
+    ['int8', 'topk']
+
+    """
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def show_bytes(size: float) -> str:

@@ -70,10 +70,7 @@ def _pipelined(work: Work, method: Compression) -> tuple[Step, Moved]:
     layers = [model.layers // layout.stages + (stage < model.layers % layout.stages) for stage in range(layout.stages)]
     tensor_bytes, block_ms = _tensor_parallel(work, message)
     stage_costs = [
-        StageCost(
-            profile.forward_ms * count / each + block_ms * count / 2,
-            profile.backward_ms * count / each + block_ms * count / 2,
-        )
+        StageCost(*(ms * count / each + block_ms * count / 2 for ms in (profile.forward_ms, profile.backward_ms)))
         for count in layers
     ]
     plan = gradient_plan(model, work.training, cluster, method, layout.ranks_per_copy)

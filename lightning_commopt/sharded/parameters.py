@@ -68,10 +68,9 @@ class ShardedParameter:
 
     def flag_from_step(self) -> None:
         """Let the shard be trained as the gathered parameter, where a step of the module has it."""
-        if self._managed.sharded_state.name == "UNSHARDED":
-            whole = self._managed._unsharded_param
-            if whole.requires_grad != self.requires_grad:
-                self.tensor.requires_grad_(whole.requires_grad)
+        whole = self.gathered if self._managed.sharded_state.name == "UNSHARDED" else None
+        if whole is not None and whole.requires_grad != self.requires_grad:
+            self.tensor.requires_grad_(whole.requires_grad)
 
     def travels_exactly(self, method: Compression) -> bool:
         """Whether the parameter is sent inside a node as it is; float64 is, since payloads are made of fp32."""

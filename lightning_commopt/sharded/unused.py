@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-if TYPE_CHECKING:
-    from lightning_commopt.sharded.parameters import ShardedParameter
+from lightning_commopt.sharded.parameters import ShardedParameter
 
 __all__ = ["Unused"]
 
@@ -21,18 +20,19 @@ class Unused:
 
     """
 
-    def __init__(self, parameters: "Iterable[ShardedParameter]") -> None:
-        self._watched = {p.name: p for p in parameters if p.gathered is not None and p.gathered.requires_grad}
+    def __init__(self, parameters: Iterable[ShardedParameter]) -> None:
+        self._watched: list[ShardedParameter] = []
+        self._handles: list[RemovableHandle] = []
         self._used: set[str] = set()
-        self._handles = [
-            whole.register_post_accumulate_grad_hook(partial(self._mark, name))
-            for name, parameter in self._watched.items()
-            if (whole := parameter.gathered) is not None
-        ]
+        for parameter in parameters:
+            whole = parameter.gathered
+            if whole is not None and whole.requires_grad:
+                self._watched.append(parameter)
+                self._handles.append(whole.register_post_accumulate_grad_hook(partial(self._mark, parameter.name)))
 
     def end_window(self) -> None:
         """Look at the backwards since the last window ended; after a warning no longer."""
-        unused = [name for name, p in self._watched.items() if p.requires_grad and name not in self._used]
+        unused = [p.name for p in self._watched if p.requires_grad and p.name not in self._used]
         self._used.clear()
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
@@ -46,7 +46,7 @@ class Unused:
         """Stop watching."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._watched = [], {}
+        self._handles, self._watched = [], []
 
     def _mark(self, name: str, _: Tensor) -> None:
         self._used.add(name)
