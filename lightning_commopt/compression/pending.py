@@ -82,6 +82,12 @@ class PendingBuffer:
         """Bytes held."""
         return self.final.nbytes * (2 if self.shadow else 1)
 
+    def keep_shadow(self) -> None:
+        """From now on, give pending state a buffer of its own. Call it between rounds."""
+        if not self.shadow:
+            self.pending = torch.zeros_like(self.final)
+            self._written = False
+
     def update(self, write: Callable[[Span, Tensor, Tensor], object]) -> Tensor:
         """Write the pending state of every parameter and return the buffer; :meth:`round_done` must follow.
 

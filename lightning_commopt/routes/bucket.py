@@ -122,6 +122,11 @@ class BucketState:
         """Bytes of state held."""
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
+    def keep_shadow(self) -> None:
+        """See :meth:`PendingBuffer.keep_shadow`."""
+        for buffer in self.buffers.values():
+            buffer.keep_shadow()
+
     def round_done(self) -> None:
         """See :meth:`PendingBuffer.round_done`; a result is usable if some rank used the parameter and it is finite."""
         if not any(buffer.shadow for buffer in self.buffers.values()):

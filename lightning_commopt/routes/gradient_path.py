@@ -85,7 +85,7 @@ class GradientPath:
         self._names = {id(p): name for name, p in parameters.items()}
         self._buckets: dict[tuple[int, ...], BucketState] = {}
         self._loaded: dict[str, Parts] = {}
-        self._usage = Usage(self.parameters) if track_usage else None
+        self._usage = Usage(self._watched) if track_usage else None
         self._resumed = 0, 0
         self._results: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # the last round's gradients, to see changes
         self._promised = Traffic()
@@ -140,7 +140,7 @@ class GradientPath:
         if self.node is not None:
             mean, exact_mean = self.node.all_gather(mean, exact_mean)
         with self.recorder.span("decode"):
-            unpack(kept, mean, exact_mean, self._scale, bucket, keep_unused=self._usage is not None)
+            unpack(kept, mean, exact_mean, self._scale, bucket, self._keeps_unused)
         if dense is not None:
             self.mean_check.compare(dense, bucket)
         self._dense_bytes += self._dense_ring_bytes(bucket.nbytes)
@@ -264,11 +264,31 @@ class GradientPath:
         self.rounds += 1
         assert self._first_flags is not None
         self.termination.round_done(self._first_flags)
+        self._agree_on_use()
         for kept in self._buckets.values():
             kept.round_done()
         self._keep_results()
         if self._usage is not None:
             self._usage.forget()
+
+    @property
+    def _watched(self) -> Mapping[str, Tensor]:
+        """What backward gives gradients to, by the names of the trainable parameters."""
+        return self.parameters
+
+    @property
+    def _keeps_unused(self) -> bool:
+        """Whether what lies in a bucket for a parameter that no rank used is to stay there."""
+        return self._usage is not None
+
+    def _agree_on_use(self) -> None:
+        """Raise the flags of parameters that only ranks outside the exchange used; here it has all of them."""
+
+    def keep_shadow(self) -> None:
+        """From now on, keep what a round writes apart until its step is applied. Call it between rounds."""
+        self.shadow = True
+        for kept in self._buckets.values():
+            kept.keep_shadow()
 
     def _keep_results(self) -> None:
         """Remember which gradients a backward left, to see whether they are changed before the next one."""
@@ -383,8 +403,7 @@ class GradientPath:
         self.parameters = dict(parameters)
         self._names = {id(p): name for name, p in parameters.items()}
         if self._usage is not None:
-            self._usage.close()
-            self._usage = Usage(self.parameters)
+            self._usage.follow(self._watched)
 
     def flush(self, steps: int = 1) -> None:
         """Exchange densely until so many further steps are applied: that sends and clears all residuals."""

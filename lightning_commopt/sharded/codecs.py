@@ -74,7 +74,8 @@ def check_inside(groups: Iterable[ShardGroup], gather: Compression | None, scatt
                     f"`{option}` out, or the call that set it."
                 )
         if gather is not None:
-            wider = _check_gather(group) > 2 or wider
+            encoded = any(not p.travels_exactly(gather) for p in group.parameters)
+            wider = (_check_gather(group) > 2 and encoded) or wider
         if scatter is not None and managed.gradient_divide_factor is not None:
             raise ValueError(
                 f"`shard_scatter` takes means, and the group with `{name}` has a gradient divide factor: leave "

@@ -1,6 +1,6 @@
 """What travels inside a node: counted, and encoded where that was asked for."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +92,11 @@ class InsideNode:
         """See :meth:`ScatterCodec.finish_round`."""
         if self.scatter is not None:
             self.scatter.finish_round()
+
+    def discard(self, names: Collection[str]) -> None:
+        """Forget what the last rounds kept of gradients that are thrown away."""
+        if self.scatter is not None:
+            self.scatter.discard(lambda name: name in names)
 
     def number_gathers(self, round: int) -> None:
         """Tell how many rounds were before the gathers that follow."""

@@ -17,7 +17,6 @@ __all__ = [
     "ShardGroups",
     "ShardedParameter",
     "begin_alike",
-    "reduce_unused",
     "send_from_first",
     "sharded_modules",
 ]
@@ -133,6 +132,8 @@ class ShardGroups:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.reduces_unused = False
+        """Whether FSDP2 reduces parameters without a gradient, as zeros."""
         names = {id(p): name for name, p in module.named_parameters()}
         self.groups = []
         for managed in _managed_groups(module):
@@ -156,6 +157,15 @@ class ShardGroups:
     def synchronise(self) -> bool:
         """Whether the next backward reduces all gradients."""
         return all(group.synchronises for group in self.groups)
+
+    def reduce_unused(self) -> None:
+        """Let parameters without a gradient be reduced as zeros, where this torch can. A collective."""
+        for sharded in sharded_modules(self.module):
+            if hasattr(sharded, "set_reduce_scatter_unused_params"):
+                sharded.set_reduce_scatter_unused_params(True, recurse=False)
+                sharded.unshard()  # FSDP2 passes over a group that was never gathered
+                sharded.reshard()
+                self.reduces_unused = True
 
 
 def sharded_modules(module: nn.Module) -> list[FSDPModule]:
@@ -186,15 +196,6 @@ def begin_alike(module: nn.Module, replicas: dist.ProcessGroup) -> None:
             send_from_first(parameter)
     for buffer in module.buffers():
         send_from_first(buffer)
-
-
-def reduce_unused(module: nn.Module) -> None:
-    """Let parameters without a gradient be reduced as zeros, where this torch can. A collective."""
-    for sharded in sharded_modules(module):
-        if hasattr(sharded, "set_reduce_scatter_unused_params"):
-            sharded.set_reduce_scatter_unused_params(True, recurse=False)
-            sharded.unshard()  # FSDP2 passes over a group that was never gathered
-            sharded.reshard()
 
 
 def _managed_groups(module: nn.Module) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """The path of a gradient from FSDP2's reduce-scatter to the mean over replicas."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -15,9 +15,9 @@ from typing_extensions import override
 from lightning_commopt.compression import Compression
 from lightning_commopt.compression.pending import Parts
 from lightning_commopt.routes import ControlGroup, GradientPath
+from lightning_commopt.routes.message import PRESENT
 from lightning_commopt.sharded.inside import SCATTER_STATE, InsideNode
 from lightning_commopt.sharded.parameters import ShardedParameter, ShardGroup, ShardGroups
-from lightning_commopt.sharded.unused import Unused
 
 __all__ = ["ShardedPath"]
 
@@ -60,7 +60,7 @@ class ShardedPath(GradientPath):
         method: The compression method.
         replicas: The ranks with this rank's shard, one a node.
         shard: This rank's place among the shards.
-        shards: Their number.
+        node: The ranks of this rank's node, which have the other shards.
         inside: What travels inside the node.
         **kwargs: As for :class:`GradientPath`.
 
@@ -72,20 +72,22 @@ class ShardedPath(GradientPath):
         method: Compression,
         replicas: dist.ProcessGroup,
         shard: int,
-        shards: int,
+        node: dist.ProcessGroup,
         inside: InsideNode,
         **kwargs: Any,
     ) -> None:
         self.shard = shard
         self.inside = inside
-        self._shards = shards
+        self._node = node
+        self._shards = node.size()
         self.groups = groups
         self.deferred = False
         """Whether backward only adds to this rank's gradients, as in all but the last batch of a window."""
         self._deferred_rounds = 0  # of this window
         self._reduced: set[int] = set()  # groups of this round
-        self._unused = Unused(groups.parameters.values())
-        super().__init__(cast(Mapping[str, Parameter], groups.trainable), method, replicas, **kwargs)
+        self._unused: frozenset[str] = frozenset()  # which no rank used in the last window
+        trainable = cast(Mapping[str, Parameter], groups.trainable)
+        super().__init__(trainable, method, replicas, track_usage=groups.reduces_unused, **kwargs)
         for group in groups:
             group.managed._all_reduce_hook = partial(self._reduce, group)
 
@@ -131,7 +133,6 @@ class ShardedPath(GradientPath):
     def detach(self) -> None:
         """Take the hooks out of the module."""
         self.inside.detach()
-        self._unused.detach()
         for group in self.groups:
             group.managed._all_reduce_hook = None
 
@@ -148,6 +149,8 @@ class ShardedPath(GradientPath):
         self.deferred = deferred or not self.groups.synchronise
         self._reduced.clear()
         self.follow_trainable()
+        if self._usage is not None and not self._deferred_rounds:
+            self._usage.note(name for name, p in self.groups.trainable.items() if p.grad is not None)
         number = self.rounds + (self._deferred_rounds << 32)
         self.inside.begin_round(number, loss_scale, self._thrown_away)
         if not self.deferred:
@@ -160,10 +163,40 @@ class ShardedPath(GradientPath):
             self._keep_results()
         else:
             self.finish_round()
-            self._unused.end_window()
             self._deferred_rounds = 0
             self.inside.number_gathers(self.rounds)
         self.inside.finish_round()
+        if not self.deferred and self._unused:
+            self._leave_out(self._unused)
+
+    @property
+    @override
+    def _keeps_unused(self) -> bool:
+        return False  # FSDP2's buffer is new in every round
+
+    @override
+    def _agree_on_use(self) -> None:
+        """Count a parameter as used where some rank of the run used it, and find those that none did."""
+        self._unused = frozenset()
+        if self._usage is None:
+            return
+        buckets = list(self._buckets.values())
+        used = torch.cat([kept.flags_any & PRESENT for kept in buckets])
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._node)
+        for kept, flags in zip(buckets, used.split([len(kept.flags_any) for kept in buckets]), strict=True):
+            kept.flags_any |= flags
+        if all(name in self._usage for name in self.parameters):
+            return  # on CUDA, the flags are not waited for
+        names = [s.parameter.name for kept in buckets for s in kept.layout.segments]
+        self._unused = frozenset(name for name, flag in zip(names, used.tolist(), strict=True) if not flag)
+
+    def _leave_out(self, unused: Collection[str]) -> None:
+        """Give parameters that no rank used in a window no gradient, as DDP does, and take their residuals back."""
+        for name in unused:
+            self.groups.parameters[name].take_grad()
+        self.inside.discard(unused)
+        if self.keeps_residuals:
+            self.keep_shadow()  # the first time, a residual has gone with the gradient
 
     def somewhere_nonfinite(self, control: ControlGroup) -> bool:
         """Whether some gradient was not finite in the last round, of whichever shard. A collective."""
@@ -259,6 +292,12 @@ class ShardedPath(GradientPath):
         if trainable.keys() != self.parameters.keys():
             self.follow(cast(Mapping[str, Parameter], trainable))
             self.inside.follow()
+
+    @property
+    @override
+    def _watched(self) -> dict[str, Tensor]:
+        whole = {name: p.gathered for name, p in self.groups.trainable.items()}
+        return {name: p for name, p in whole.items() if p is not None and p.requires_grad}
 
     @override
     def follow(self, parameters: Mapping[str, Parameter]) -> None:

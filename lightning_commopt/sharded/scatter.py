@@ -62,6 +62,10 @@ class ScatterCodec:
 
         """
         self._round, self._scale = round, scale
+        self.discard(thrown_away)
+
+    def discard(self, thrown_away: Callable[[str], bool | Tensor]) -> None:
+        """See :meth:`PendingBuffer.discard`; by the name of a whole parameter."""
         for kept in self._kept.values():
             kept.discard(lambda name, kept=kept: thrown_away(_origins(kept)[name][0]))  # type: ignore[misc]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from lightning_commopt.sharded.parameters import send_from_first, sharded_module
 __all__ = [
     "Wrap",
     "announce_backward",
+    "explain_uncalled",
     "gather_again",
     "mixed_precision",
     "shard_automatically",
@@ -30,7 +31,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """Modules that use parameters of their children without calling them."""
 
-_ours: "WeakSet[nn.Module]" = WeakSet()
+_ours: "WeakKeyDictionary[nn.Module, dict[str, str]]" = WeakKeyDictionary()
+"""What each module was sharded with, by option."""
 
 
 def mixed_precision(precision: str) -> MixedPrecisionPolicy:
@@ -57,8 +59,21 @@ def shard_unless_sharded(module: nn.Module, mesh: DeviceMesh, wrap: Wrap, precis
     """
     if not sharded_modules(module):
         shard_automatically(module, mesh, wrap, precision)
-    elif wrap is not None and not sharded_by_us(module):
-        raise ValueError("`wrap` has no effect, since `configure_model` shards the module: leave one of them out.")
+    elif not sharded_by_us(module):
+        if wrap is not None:
+            raise ValueError("`wrap` has no effect, since `configure_model` shards the module: leave one of them out.")
+    else:
+        for option, now in _sharded_with(mesh, wrap, precision).items():
+            before = _ours[module][option]
+            if now != before:
+                raise ValueError(
+                    f"An earlier Trainer sharded this module with {option} {before}, which stays; this one has {now}. "
+                    "Give it the same, or a new module (`load_from_checkpoint`)."
+                )
+
+
+def _sharded_with(mesh: DeviceMesh, wrap: Wrap, precision: str) -> dict[str, str]:
+    return {"precision": precision, "`wrap`": str(wrap), "ranks that share a replica:": str(mesh.size())}
 
 
 def shard_automatically(module: nn.Module, mesh: DeviceMesh, wrap: Wrap, precision: str) -> None:
@@ -91,7 +106,7 @@ def shard_automatically(module: nn.Module, mesh: DeviceMesh, wrap: Wrap, precisi
     fully_shard(module, mesh=mesh, mp_policy=rest)
     for step in _STEPS:
         register_fsdp_forward_method(module, step)
-    _ours.add(module)
+    _ours[module] = _sharded_with(mesh, wrap, precision)
 
 
 def announce_backward(module: nn.Module, loss: Tensor) -> None:
@@ -105,6 +120,17 @@ def gather_again(module: nn.Module) -> None:
     assert isinstance(module, FSDPModule)
     module.reshard()
     module.unshard()
+
+
+def explain_uncalled(error: BaseException) -> None:
+    """Add to torch's error about a parameter that is sharded where a step uses it why that is, and what to do."""
+    if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+        error.args = (
+            f"{error} A step used a parameter that was not gathered, since the module that gathers it was not called, "
+            "as in `functional.linear(x, self.embedding.weight)` or `self.vae.encode(x)`. Leave that module out of "
+            "`wrap` by a list of others (`wrap=['Block']`) or a larger number; what is left over is gathered for the "
+            "whole step. In a `configure_model` that shards, use `register_fsdp_forward_method`.",
+        )
 
 
 def _begin_alike(module: nn.Module, device: str) -> None:
@@ -142,8 +168,8 @@ def _inside_out(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_chosen(part: nn.Module, numel: int, wrap: Wrap) -> bool:
-    if isinstance(part, (*_CONTAINERS, FSDPModule)):
-        return False
+    if isinstance(part, (*_CONTAINERS, FSDPModule)) or type(part).forward is nn.Module.forward:
+        return False  # it is never called, so that nothing would gather it
     if isinstance(wrap, int) or wrap is None:
         return numel >= (_SMALLEST_GROUP if wrap is None else wrap)
     names = {kind.__name__ for kind in type(part).__mro__}

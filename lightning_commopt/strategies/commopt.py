@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -95,6 +95,9 @@ class CommOptStrategy(FailTogetherDDP):
 
     """
 
+    _lockstep: ClassVar[bool] = False
+    """Whether a forward is a collective."""
+
     def __init__(
         self,
         compression: Compression | AutoPolicy | str = "auto",
@@ -124,9 +127,9 @@ class CommOptStrategy(FailTogetherDDP):
         self.nonfinite: Nonfinite = nonfinite or ("error" if self.compression.error_feedback else "propagate")
         self.true_mean = true_mean
         self.stall_timeout = stall_timeout
-        check_options(self, start_step, nonfinite)
+        check_options(self, start_step, nonfinite, residuals)
         self._short_window = ShortWindow(true_mean)
-        self._uneven = UnevenBatches(uneven)
+        self._uneven = UnevenBatches(uneven, joins=not self._lockstep, lockstep=self._lockstep)
         self._checkpoint = ResidualCheckpoint(residuals, self._signature())
         self._auto = None if self._policy is None else Auto(self, self._policy, propagates=nonfinite == "propagate")
         self._wrapped: Trainable | None = None  # the parameters that DDP exchanges

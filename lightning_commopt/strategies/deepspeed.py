@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -25,6 +25,8 @@ from lightning_commopt.failure import FailTogether
 from lightning_commopt.measure import CommStats
 from lightning_commopt.strategies.backends import check_backend
 from lightning_commopt.strategies.other_lightning import import_hint
+from lightning_commopt.strategies.preflight import check_timeout
+from lightning_commopt.uneven import UnevenBatches
 from lightning_commopt.zero.any_device import AnyDeviceDeepSpeed
 from lightning_commopt.zero.backend import GradientBackend
 from lightning_commopt.zero.checks import (
@@ -63,6 +65,8 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         start_step: Optimizer steps with dense gradients before the method begins. None: the method's own default.
         residuals: Whether what a round drops is added to the next one. That takes 4 bytes a parameter on every rank,
             which ZeRO does not shard. None: for methods of fewer than 8 bits, which need it.
+        uneven: ``"error"`` or ``"trim"``, as in :class:`~lightning_commopt.CommOptStrategy`. At stage 3 for evaluation
+            as well: a forward gathers parameters, so that ranks run as many of them.
         stall_timeout: As in :class:`~lightning_commopt.CommOptStrategy`.
         config: A DeepSpeed configuration, or the path of one. It is laid over the one that the other arguments make.
         **kwargs: As for :class:`~lightning.pytorch.strategies.DeepSpeedStrategy`.
@@ -80,6 +84,7 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         *,
         start_step: int | None = None,
         residuals: bool | None = None,
+        uneven: Literal["error", "trim"] = "error",
         stall_timeout: float | timedelta | None = None,
         config: "str | Path | dict[str, Any] | None" = None,
         **kwargs: Any,
@@ -104,7 +109,9 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         self.start_step = self.compression.default_start_step if start_step is None else start_step
         bits = getattr(self.compression, "bits", 32)
         self.residuals = (bits < 8 if residuals is None else residuals) and self.compression.error_feedback
+        check_timeout(self._timeout)
         self.stall_timeout = stall_timeout
+        self._uneven = UnevenBatches(uneven, joins=False, lockstep=self.stage == 3)
         self._exchange: ZeroExchange | None = None
         self._backend: GradientBackend | None = None
 
@@ -182,6 +189,8 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         if fitting and not isinstance(self.compression, Uncompressed):
             check_module(self.lightning_module, self.compression)
         remove_hooks(self.lightning_module)
+        if self.world_size > 1:
+            self._uneven.attach(trainer, self._control)
         super().setup(trainer)
         note_hooks(self.lightning_module, self.deepspeed_engine)
         if not fitting:
@@ -191,6 +200,11 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
             self._exchange = ZeroExchange(self.compression, self.root_device, residuals=self.residuals)
             self._backend = GradientBackend(self._exchange, self.deepspeed_engine, self._is_dense)
         rank_zero_info(self.explain())
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._uneven.check_loader(dataloader)
+        return super().process_dataloader(dataloader)
 
     def _is_dense(self) -> bool:
         """Whether gradients of the running step travel as DeepSpeed sends them."""
@@ -335,6 +349,7 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
 
     @override
     def teardown(self) -> None:
+        self._uneven.detach()
         self._remove_backend()
         super().teardown()
 

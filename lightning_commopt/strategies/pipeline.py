@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -88,6 +88,8 @@ class CommOptPipelineStrategy(PipelineCheckpoint):
         ValueError: An option is out of its bounds, or cannot be honoured; the message says what to do instead.
 
     """
+
+    _lockstep: ClassVar[bool] = True
 
     def __init__(
         self,

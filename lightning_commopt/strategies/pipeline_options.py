@@ -66,8 +66,6 @@ def check_pipeline_options(strategy: "CommOptPipelineStrategy") -> None:
         )
     if strategy.hierarchy not in ("auto", False):
         raise ValueError(f"`hierarchy={strategy.hierarchy}` is not available in a pipeline: leave it out.")
-    if strategy._uneven.policy == "join":
-        raise ValueError("`uneven='join'` is not available in a pipeline: choose 'error' or 'trim'.")
 
 
 def pipeline_fingerprint(strategy: "CommOptPipelineStrategy") -> dict[str, str]:

@@ -16,6 +16,7 @@ from lightning_commopt.compression import Uncompressed
 from lightning_commopt.strategies.backends import OWN_BACKEND, check_backend
 from lightning_commopt.strategies.nccl import same_on_all_ranks
 from lightning_commopt.strategies.nonfinite import Nonfinite
+from lightning_commopt.strategies.residual_checkpoint import ResidualPolicy
 
 if TYPE_CHECKING:
     from lightning_commopt.strategies.commopt import CommOptStrategy
@@ -26,7 +27,9 @@ __all__ = [
     "check_model",
     "check_optimizers",
     "check_options",
+    "check_residuals",
     "check_stall_timeout",
+    "check_timeout",
     "check_trainable",
     "device_name",
     "fingerprint",
@@ -38,13 +41,16 @@ __all__ = [
 _NO_COMPRESSION = "choose `compression='none'`"
 
 
-def check_options(strategy: "CommOptStrategy", start_step: int | None, nonfinite: str | None) -> None:
+def check_options(
+    strategy: "CommOptStrategy", start_step: int | None, nonfinite: str | None, residuals: str | None
+) -> None:
     """Refuse options that are out of bounds or contradict each other.
 
     Args:
         strategy: The strategy.
         start_step: As the user gave it.
         nonfinite: As the user gave it.
+        residuals: As the user gave it.
 
     Raises:
         ValueError: Saying what to do instead.
@@ -66,6 +72,7 @@ def check_options(strategy: "CommOptStrategy", start_step: int | None, nonfinite
         raise TypeError(f"`start_step={start_step!r}`: `start_step` must be an int, or None for the method's default.")
     if not isinstance(strategy.true_mean, bool):
         raise TypeError(f"`true_mean={strategy.true_mean!r}`: `true_mean` must be a bool.")
+    check_timeout(strategy._timeout)
     check_stall_timeout(strategy.stall_timeout)
     cap = strategy._ddp_kwargs.get("bucket_cap_mb")
     if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or cap <= 0):
@@ -76,6 +83,7 @@ def check_options(strategy: "CommOptStrategy", start_step: int | None, nonfinite
         _check_auto(start_step, nonfinite)
     if start_step and plain:
         raise ValueError(f"`start_step={start_step}` has no meaning for method `{name}`: leave it out.")
+    check_residuals(residuals, name, strategy._is_auto or strategy.compression.error_feedback)
     if nonfinite is not None and nonfinite not in get_args(Nonfinite):
         raise ValueError(f"`nonfinite={nonfinite!r}` must be one of {', '.join(map(repr, get_args(Nonfinite)))}.")
     if nonfinite in ("error", "skip") and plain:
@@ -102,6 +110,22 @@ def _check_auto(start_step: int | None, nonfinite: str | None) -> None:
             "DDP's own reducer: leave it out (a method that `auto` takes ends all ranks at a gradient that is not "
             "finite), or choose a method yourself."
         )
+
+
+def check_residuals(policy: str | None, method: str, kept: bool) -> None:
+    """Refuse a policy for residuals in checkpoints that is none, or where there are no residuals."""
+    if policy is not None and policy not in get_args(ResidualPolicy):
+        raise ValueError(f"`residuals={policy!r}` must be one of {', '.join(map(repr, get_args(ResidualPolicy)))}.")
+    if policy is not None and not kept:
+        raise ValueError(
+            f"`residuals={policy!r}` has no meaning for method `{method}`, which keeps none: leave it out."
+        )
+
+
+def check_timeout(limit: object) -> None:
+    """Refuse what is no limit for torch's process groups."""
+    if limit is not None and not isinstance(limit, timedelta):
+        raise TypeError(f"`timeout={limit!r}` must be a `timedelta`, from `datetime`, or left out.")
 
 
 def check_stall_timeout(limit: object) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -33,8 +33,6 @@ class ResidualCheckpoint:
     """
 
     def __init__(self, policy: ResidualPolicy | None, signature: str) -> None:
-        if policy is not None and policy not in get_args(ResidualPolicy):
-            raise ValueError(f"`residuals={policy!r}` must be one of {', '.join(map(repr, get_args(ResidualPolicy)))}.")
         self.policy = policy
         self.signature = signature
         self.own_folders = False
@@ -85,6 +83,7 @@ class ResidualCheckpoint:
             "policy": policy,
             "applied_steps": path.applied_steps,
             "rounds": path.rounds,
+            "shadow": path.shadow,
         }
 
     def sweep(self, path: str, save_id: str) -> None:
@@ -109,6 +108,8 @@ class ResidualCheckpoint:
             rank_zero_warn("The checkpoint was written without this strategy: residuals start at zero.")
             return
         path.resume(entry["rounds"], entry["applied_steps"])
+        if entry.get("shadow"):
+            path.keep_shadow()
         if not path.keeps_residuals:
             _say_dropped(entry, f"method `{path.method.name}` keeps none")
             return

@@ -21,9 +21,16 @@ from lightning_commopt.measure import CommStats
 from lightning_commopt.routes import Hierarchy, discover
 from lightning_commopt.sharded import HybridMesh, InsideNode, ShardedPath, ShardGroups, Wrap
 from lightning_commopt.sharded.codecs import GATHER, SCATTER, check_inside, codec_inside
-from lightning_commopt.sharded.parameters import begin_alike, reduce_unused
+from lightning_commopt.sharded.old_references import OldReferences
+from lightning_commopt.sharded.parameters import begin_alike, sharded_modules
 from lightning_commopt.sharded.toggles import Toggles
-from lightning_commopt.sharded.wrap import announce_backward, gather_again, shard_unless_sharded, sharded_by_us
+from lightning_commopt.sharded.wrap import (
+    announce_backward,
+    explain_uncalled,
+    gather_again,
+    shard_unless_sharded,
+    sharded_by_us,
+)
 from lightning_commopt.strategies.applied_steps import AppliedSteps
 from lightning_commopt.strategies.elastic import join_restarted
 from lightning_commopt.strategies.nccl import NcclOptions, nccl_variables, set_nccl_variables
@@ -58,9 +65,8 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
 
     The LightningModule stays as it is, and is sharded by ``wrap``. Or its `configure_model` shards it, with
     ``fully_shard(module, mesh=self.device_mesh["shard"])``. Buffers (such as those of batch norms) begin alike and are
-    then each rank's own, as always under FSDP2. Where replicas or ``shard_scatter`` exchange gradients, a
-    parameter that no rank uses in a step has a gradient of zeros in it: weight decay and momentum still move it, unlike
-    under ``find_unused_parameters=True`` or on one node; a warning says so. :meth:`comm_stats` counts what travels
+    then each rank's own, as always under FSDP2. A parameter that no rank uses in a step has no gradient in
+    it, as under ``find_unused_parameters=True``, and optimizers leave it alone. :meth:`comm_stats` counts what travels
     between replicas.
 
     Args:
@@ -81,7 +87,8 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
             ``"skip"``.
         residuals: As in :class:`CommOptStrategy`.
         true_mean: As in :class:`CommOptStrategy`.
-        uneven: ``"error"`` or ``"trim"``, as in :class:`CommOptStrategy`.
+        uneven: ``"error"`` or ``"trim"``, as in :class:`CommOptStrategy`, and for evaluation as well: a forward gathers
+            parameters, so that ranks run as many of them.
         stall_timeout: As in :class:`CommOptStrategy`.
         nccl: As in :class:`CommOptStrategy`.
         save_distributed_checkpoint: True: a checkpoint is a folder to which each rank writes its shards. False: one
@@ -129,9 +136,9 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         self.nonfinite: Nonfinite = nonfinite or ("error" if self._keeps_residuals else "propagate")
         self.true_mean = true_mean
         self.stall_timeout = stall_timeout
-        check_sharded_options(self, start_step, nonfinite, uneven)
+        check_sharded_options(self, start_step, nonfinite, residuals)
         self._short_window = ShortWindow(true_mean)
-        self._uneven = UnevenBatches(uneven)
+        self._uneven = UnevenBatches(uneven, joins=False, lockstep=True)
         inside = "" if self.shard_scatter is None else f", inside nodes {self.shard_scatter!r}"
         self._checkpoint = ResidualCheckpoint(residuals, f"{self.compression!r}{inside}")
         self._path: ShardedPath | None = None
@@ -171,6 +178,7 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         module = self.lightning_module
         assert module is not None
         self._control.compare(sharded_fingerprint(self, module))
+        before = None if sharded_modules(module) else OldReferences(module)
         super().setup(trainer)
         self._shards = ShardGroups(module)
         check_groups(module, self._shards, self.shard_mesh, self._keeps_residuals)
@@ -181,6 +189,8 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
             return
         check_optimizers(self)
         check_references(module, self.optimizers)
+        if before is not None:
+            before.warn()
         if self._inside_step:
             self._toggles = Toggles(module, self._shards.parameters.values())
         if self.replicas > 1:
@@ -202,14 +212,14 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         scaler = getattr(self.precision_plugin, "scaler", None)
         self._steps = AppliedSteps(scaler) if scaler is not None and scaler.is_enabled() else None
         shadow = self._steps is not None or self.nonfinite in ("skip", "propagate") or not module.automatic_optimization
-        reduce_unused(module)
+        shards.reduce_unused()
         group, inside = self.shard_mesh.get_group(), (self.shard_gather, self.shard_scatter)
         self._path = ShardedPath(
             shards,
             self.compression if self.replicas > 1 else Uncompressed(),
             self.replica_mesh.get_group(),
             self.shard_mesh.get_local_rank(),
-            self.shard_mesh.size(),
+            group,
             InsideNode(shards, group, self.root_device, *inside, shadow=shadow),
             device=self.root_device,
             start_step=self.start_step if self.replicas > 1 else 0,
@@ -352,6 +362,11 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         if self._path is not None:
             self._path.recorder.compare_waiting(self._replicas_control.all_gather)
         return self._control.all_gather(self.comm_stats())
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        explain_uncalled(exception)
 
     def explain(self) -> str:
         """Return what is in force, and why, in one line."""

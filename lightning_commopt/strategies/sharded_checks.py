@@ -16,7 +16,7 @@ from lightning_commopt.sharded import ShardedPath, ShardGroups
 from lightning_commopt.strategies.backends import check_backend
 from lightning_commopt.strategies.explain import KERNELS, ROUTES
 from lightning_commopt.strategies.nonfinite import Nonfinite
-from lightning_commopt.strategies.preflight import check_stall_timeout, versions
+from lightning_commopt.strategies.preflight import check_residuals, check_stall_timeout, check_timeout, versions
 
 if TYPE_CHECKING:
     from lightning_commopt.strategies.sharded import CommOptShardedStrategy
@@ -34,7 +34,10 @@ __all__ = [
 
 
 def check_sharded_options(
-    strategy: "CommOptShardedStrategy", start_step: int | None, nonfinite: str | None, uneven: str
+    strategy: "CommOptShardedStrategy",
+    start_step: int | None,
+    nonfinite: str | None,
+    residuals: str | None,
 ) -> None:
     """Refuse options that are out of bounds, or that this strategy cannot honour.
 
@@ -66,10 +69,12 @@ def check_sharded_options(
         raise ValueError(f"`start_step={start_step}` has no meaning for method `none`: leave it out.")
     if nonfinite is not None and nonfinite not in get_args(Nonfinite):
         raise ValueError(f"`nonfinite={nonfinite!r}` must be one of {', '.join(map(repr, get_args(Nonfinite)))}.")
-    if uneven == "join":
-        raise ValueError("`uneven='join'` is not possible with a sharded model: choose 'trim', or 'error'.")
-    if not isinstance(strategy.true_mean, bool):
-        raise TypeError(f"`true_mean={strategy.true_mean!r}`: `true_mean` must be a bool.")
+    check_residuals(residuals, strategy.compression.name, strategy._keeps_residuals)
+    flags = {"true_mean": strategy.true_mean, "save_distributed_checkpoint": strategy._save_distributed_checkpoint}
+    for option, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"`{option}={value!r}`: `{option}` must be a bool.")
+    check_timeout(strategy._timeout)
     check_stall_timeout(strategy.stall_timeout)
     check_backend(strategy._process_group_backend)
     _check_wrap(strategy.wrap)
@@ -240,10 +245,11 @@ def explain_sharded(strategy: "CommOptShardedStrategy") -> str:
         return f"{sharded}; method `{method.name}` is not active: there is one replica{memory}."
     if path is None:
         return f"{sharded}; method `{method!r}` will be in force between {replicas} replicas during fit."
+    groups = len(path.groups.groups)
     dense = f", after {path.start_step} dense steps" if path.start_step else ", from the first step"
     nonfinite = "the gradient scaler skips the step" if strategy._steps is not None else strategy.nonfinite
     return (
-        f"{sharded}, {len(path.groups.groups)} groups; method `{method!r}` is in force between {replicas} replicas"
+        f"{sharded}, {groups} group{'s' * (groups > 1)}; method `{method!r}` is in force between {replicas} replicas"
         f"{dense}; route {ROUTES[type(path.route)]}; {KERNELS[path.kernels]}; non-finite gradients: {nonfinite}; "
         f"extra memory about {_memory_mb(path):.1f} MB a rank."
     )

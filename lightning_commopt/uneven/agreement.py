@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, get_args
 
 import lightning.pytorch as pl
@@ -12,9 +13,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_commopt.routes import ControlGroup
-from lightning_commopt.uneven.after_loading import LoopPatches
-from lightning_commopt.uneven.counts import Count, Uneven, no_batches_text, uneven_text
-from lightning_commopt.uneven.evaluation import EvaluationCounts
+from lightning_commopt.uneven.after_loading import LoopPatches, empty_loaders_allowed
+from lightning_commopt.uneven.counts import Count, Told, Uneven
+from lightning_commopt.uneven.evaluation import EvaluationCounts, LockstepEvaluation
 from lightning_commopt.uneven.fetcher import SizedFetcher, UnsizedFetcher
 from lightning_commopt.uneven.joined_loss import JoinedLoss, refuse_synced_batch_norm
 
@@ -29,16 +30,23 @@ class UnevenBatches:
 
     Args:
         policy: ``"error"``, ``"trim"`` or ``"join"``.
+        joins: Whether a rank that has ended can go on with weight 0, which takes DDP.
+        lockstep: Whether a forward is a collective, as that of a sharded model: then evaluation, too, must have as many
+            batches on all ranks.
 
     Raises:
-        ValueError: For another policy.
+        ValueError: For another policy, or one that is not possible.
 
     """
 
-    def __init__(self, policy: Uneven) -> None:
-        if policy not in get_args(Uneven):
-            raise ValueError(f"`uneven={policy!r}` must be one of {', '.join(map(repr, get_args(Uneven)))}.")
+    def __init__(self, policy: Uneven, *, joins: bool = True, lockstep: bool = False) -> None:
+        known = get_args(Uneven) if joins else ("error", "trim")
+        if policy not in known:
+            why = " is possible under DDP alone: it" if policy == "join" else ""
+            raise ValueError(f"`uneven={policy!r}`{why} must be one of {', '.join(map(repr, known))}.")
         self.policy: Uneven = policy
+        self.joins, self.lockstep = joins, lockstep
+        self._told = Told(joins=joins)
         self._patches = LoopPatches()
         self._control: ControlGroup | None = None
         self._joined: JoinedLoss | None = None
@@ -53,13 +61,19 @@ class UnevenBatches:
         """
         self.detach()
         self._control = control
-        evaluation = {
-            TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
-            TrainerFn.VALIDATING: trainer.validate_loop,
-            TrainerFn.TESTING: trainer.test_loop,
-        }.get(trainer.state.fn)  # type: ignore[arg-type]  # None finds nothing
-        if evaluation is not None:
-            self._patches.wrap(evaluation, EvaluationCounts(evaluation, control).around)
+        evaluation: dict[Any, tuple[Any, str]] = {
+            TrainerFn.FITTING: (trainer.fit_loop.epoch_loop.val_loop, "validation"),
+            TrainerFn.VALIDATING: (trainer.validate_loop, "validation"),
+            TrainerFn.TESTING: (trainer.test_loop, "test"),
+            TrainerFn.PREDICTING: (trainer.predict_loop, "predict"),
+        }
+        loop, stage = evaluation.get(trainer.state.fn, (None, ""))
+        if loop is not None and self.lockstep:
+            together = LockstepEvaluation(loop, control, self.policy, stage)
+            self._patches.wrap(loop, together.around_setup)
+            self._patches.wrap(loop, together.around_reset, "reset")
+        elif loop is not None and stage != "predict":
+            self._patches.wrap(loop, EvaluationCounts(loop, control).around)
         if trainer.state.fn == TrainerFn.FITTING:
             self._joined = JoinedLoss() if self.policy == "join" else None
             self._patches.wrap(trainer.fit_loop, lambda setup_data: self._load(trainer, control, setup_data))
@@ -112,9 +126,9 @@ class UnevenBatches:
         with self._joined.silenced(module):
             yield loss
 
-    def __reduce__(self) -> tuple[type["UnevenBatches"], tuple[Uneven]]:
+    def __reduce__(self) -> tuple[Callable[..., "UnevenBatches"], tuple[Uneven]]:
         """A copy, in another process or not, begins unattached."""
-        return type(self), (self.policy,)
+        return partial(type(self), joins=self.joins, lockstep=self.lockstep), (self.policy,)
 
     # ---- agreement ------------------------------------------------------------------------------------------------
 
@@ -122,7 +136,7 @@ class UnevenBatches:
         """Load the training data, and agree if that was done anew."""
         loop: Any = trainer.fit_loop
         before = loop._data_fetcher
-        with _empty_loaders_allowed(trainer) as allowed:
+        with empty_loaders_allowed(trainer) as allowed:
             try:
                 setup_data()
             except ValueError:
@@ -140,7 +154,7 @@ class UnevenBatches:
         if all(count.empty for count in counts):
             return
         if empty := [rank for rank, count in enumerate(counts) if count.empty]:
-            raise ValueError(no_batches_text(empty))
+            raise ValueError(self._told.none(empty))
         if any(count.unsized for count in counts):
             self._unsized(loop, control, counts)
         else:
@@ -156,7 +170,7 @@ class UnevenBatches:
         if len(set(batches)) == 1:
             return
         if self.policy == "error":
-            raise ValueError(uneven_text(batches))
+            raise ValueError(self._told.uneven(batches))
         self._refuse_own_fetching(loop)
         end = min(batches) if self.policy == "trim" else max(batches)
         loop.max_batches = end
@@ -177,7 +191,7 @@ class UnevenBatches:
             return
         self._refuse_own_fetching(loop)
         limit, loop.max_batches = loop.max_batches, max(count.batches for count in counts)
-        loop._data_fetcher = UnsizedFetcher(loop._data_fetcher, control, limit, self.policy)
+        loop._data_fetcher = UnsizedFetcher(loop._data_fetcher, control, limit, self.policy, self._told)
 
     def _refuse_own_fetching(self, loop: Any) -> None:
         """Refuse a module that takes the iterator itself."""
@@ -198,20 +212,3 @@ def _interval_too_long(trainer: "pl.Trainer") -> bool:
         and trainer.check_val_every_n_epoch is not None
         and trainer.limit_val_batches > 0
     )
-
-
-@contextmanager
-def _empty_loaders_allowed(trainer: "pl.Trainer") -> Iterator[bool]:
-    """Let a rank without batches come to the agreement; otherwise it alone would raise, and the others wait.
-
-    Yields:
-        Whether the user allows it anyway.
-
-    """
-    module, data = trainer.lightning_module, trainer.datamodule
-    allowed = module.allow_zero_length_dataloader_with_multiple_devices
-    module.allow_zero_length_dataloader_with_multiple_devices = True
-    try:
-        yield allowed or (data is not None and data.allow_zero_length_dataloader_with_multiple_devices)
-    finally:
-        module.allow_zero_length_dataloader_with_multiple_devices = allowed

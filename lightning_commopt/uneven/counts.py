@@ -3,15 +3,10 @@
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-__all__ = ["Count", "Uneven", "ended_text", "no_batches_text", "uneven_text"]
+__all__ = ["Count", "Told", "Uneven"]
 
 Uneven = Literal["error", "trim", "join"]
 """What to do when ranks have different numbers of batches."""
-
-_CURE = (
-    "give every rank as many batches, as `DistributedSampler` does, or choose `uneven='trim'` (every rank stops after "
-    "the shortest) or `uneven='join'` (a rank that has ended repeats its last batch with weight 0; DDP alone)"
-)
 
 
 class Count(NamedTuple):
@@ -29,25 +24,46 @@ class Count(NamedTuple):
     empty: bool
 
 
-def uneven_text(batches: Sequence[float]) -> str:
-    """Say that the numbers of batches by rank differ, and what to do."""
-    return (
-        f"Ranks have different numbers of training batches, by rank: {list(batches)}. A rank that ends first would "
-        f"average its next epoch with the others' last batches: {_CURE}."
-    )
+class Told(NamedTuple):
+    """What is said about one kind of loader.
 
+    Args:
+        stage: ``"training"``, ``"validation"``, ``"test"`` or ``"predict"``.
+        joins: Whether a rank that has ended can go on with weight 0.
 
-def ended_text(ended: Sequence[int], batches: int) -> str:
-    """Say that some ranks end after a number of batches while others go on, and what to do."""
-    return (
-        f"The training batches of rank(s) {list(ended)} end after {batches}, other ranks have more than {batches}: "
-        f"{_CURE}."
-    )
+    """
 
+    stage: str = "training"
+    joins: bool = True
 
-def no_batches_text(empty: Sequence[int]) -> str:
-    """Say that some ranks have no batch while others have."""
-    return (
-        f"Rank(s) {list(empty)} have no training batch, while other ranks have: no setting of `uneven` can make up for "
-        "that. Give every rank at least one batch."
-    )
+    def uneven(self, batches: Sequence[object]) -> str:
+        """Say that the numbers of batches by rank differ, and what to do."""
+        why = (
+            "A rank that ends first would average its next epoch with the others' last batches"
+            if self.stage == "training"
+            else "All ranks must run each forward together, since it gathers or sends parts of the model"
+        )
+        return f"Ranks have different numbers of {self.stage} batches, by rank: {list(batches)}. {why}: {self._cure}."
+
+    def ended(self, ended: Sequence[int], batches: int) -> str:
+        """Say that some ranks end after a number of batches while others go on, and what to do."""
+        return (
+            f"The {self.stage} batches of rank(s) {list(ended)} end after {batches}, other ranks have more than "
+            f"{batches}: {self._cure}."
+        )
+
+    def none(self, empty: Sequence[int]) -> str:
+        """Say that some ranks have no batch while others have."""
+        return (
+            f"Rank(s) {list(empty)} have no {self.stage} batch, while other ranks have: no setting of `uneven` can "
+            "make up for that. Give every rank at least one batch."
+        )
+
+    @property
+    def _cure(self) -> str:
+        trim = "`uneven='trim'` (every rank stops after the shortest)"
+        join = " or `uneven='join'` (a rank that has ended repeats its last batch with weight 0)"
+        even = "give every rank as many batches, as `DistributedSampler` does"
+        if self.stage == "predict":
+            even = "give every rank as many batches, which Lightning's sampler for `predict` does not"
+        return f"{even}, or choose {trim}{join if self.joins else ''}"

@@ -14,7 +14,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from typing_extensions import override
 
 from lightning_commopt.routes import ControlGroup
-from lightning_commopt.uneven.counts import Uneven, ended_text, no_batches_text
+from lightning_commopt.uneven.counts import Told, Uneven
 
 __all__ = ["AgreedFetcher", "SizedFetcher", "UnsizedFetcher"]
 
@@ -38,6 +38,7 @@ class AgreedFetcher(_DataFetcher):
         super().__init__()
         self.setup(source.combined_loader)
         self.iterator = source.iterator
+        self._start_profiler, self._stop_profiler = source._start_profiler, source._stop_profiler
         self.live = self.world = world
         self.repeats = False
         self._ahead: list[_Fetched] = list(getattr(source, "batches", ()))
@@ -128,11 +129,13 @@ class UnsizedFetcher(AgreedFetcher):
         control: Agreement between ranks.
         limit: Batches after which this rank ends even if its loader has more.
         policy: What to do when a rank ends before the others.
+        told: What is said about it.
 
     """
 
-    def __init__(self, source: _DataFetcher, control: ControlGroup, limit: float, policy: Uneven) -> None:
+    def __init__(self, source: _DataFetcher, control: ControlGroup, limit: float, policy: Uneven, told: Told) -> None:
         super().__init__(source, control.world)
+        self._told = told
         self._control = control
         self._limit = limit
         self._policy = policy
@@ -177,7 +180,7 @@ class UnsizedFetcher(AgreedFetcher):
         if self.fetched > 0 and self._policy == "join":
             return
         missing = [rank for rank, has in enumerate(self._control.all_gather(has)) if not has]
-        raise ValueError(ended_text(missing, self.fetched) if self.fetched else no_batches_text(missing))
+        raise ValueError(self._told.ended(missing, self.fetched) if self.fetched else self._told.none(missing))
 
     def _some_end(self, has_more: bool) -> None:
         """Refuse that some ranks end with this batch and others do not, or say it once."""
@@ -186,7 +189,8 @@ class UnsizedFetcher(AgreedFetcher):
         ended = [rank for rank, more in enumerate(self._control.all_gather(has_more)) if not more]
         batches = self.fetched + 1
         if self._policy == "error":
-            raise ValueError(ended_text(ended, batches))
+            raise ValueError(self._told.ended(ended, batches))
         self._said = True
         what = "every rank stops there" if self._policy == "trim" else "they repeat their last one with weight 0"
-        rank_zero_info(f"commopt: the batches of rank(s) {ended} end after {batches} while others go on: {what}.")
+        which = f"{self._told.stage} batches of rank(s) {ended}"
+        rank_zero_info(f"commopt: the {which} end after {batches} while others go on: {what}.")

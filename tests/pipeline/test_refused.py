@@ -33,7 +33,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"different_batches": "ignore"}, "`different_batches='ignore'` must be one of 'error', 'broadcast'"),
     ({"static_graph": True}, "`static_graph` cannot be combined with a pipeline"),
     ({"hierarchy": 2, "compression": "int8"}, "`hierarchy=2` is not available in a pipeline"),
-    ({"uneven": "join"}, "`uneven='join'` is not available in a pipeline"),
+    ({"uneven": "join"}, "`uneven='join'` is possible under DDP alone: it must be one of 'error', 'trim'"),
     ({"stagse": 2}, "did you mean `stages`"),
 ]
 

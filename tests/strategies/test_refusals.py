@@ -66,6 +66,10 @@ OPTIONS: list[tuple[Mapping[str, Any], str]] = [
         {"compression": "none", "hierarchy": 2},
         "`hierarchy=2` has no meaning for method `none`.*Leave it out",
     ),
+    (
+        {"compression": "fp16", "residuals": "drop"},
+        "`residuals='drop'` has no meaning for method `fp16`, which keeps none",
+    ),
     ({"residuals": "all"}, "`residuals='all'` must be one of 'per_rank', 'mean', 'drop'"),
     ({"compression": "int7"}, "`compression='int7'` is not a method. Choose one of 'auto', 'none', .*pass its options"),
 ]
@@ -83,7 +87,9 @@ def test_hierarchy_is_refused_where_a_shard_cuts_matrices(method: Compression) -
         CommOptStrategy(method, hierarchy=2)
 
 
-def test_type_of_compression_is_refused() -> None:
+def test_types_are_refused() -> None:
+    with pytest.raises(TypeError, match="`timeout=5` must be a `timedelta`"):
+        CommOptStrategy(timeout=5)
     with pytest.raises(TypeError, match="`compression` must be a word or a `Compression`, not int"):
         CommOptStrategy(8)  # type: ignore[arg-type]
 
