@@ -76,7 +76,7 @@ def _sizes(smallest: float, largest: float) -> list[int]:
     sizes = [int(smallest)]
     while sizes[-1] * 4 < largest:
         sizes.append(sizes[-1] * 4)
-    return sizes if sizes[-1] == int(largest) else [*sizes, int(largest)]
+    return [*sizes, int(largest)]  # what comes to the same message is sent once
 
 
 def _measured(

@@ -78,6 +78,38 @@ def test_compute_of_another_model_grows_with_its_parameters(run: Path, capsys: p
     assert "its compute is taken 10 times" in capsys.readouterr().out
 
 
+def test_what_the_run_does_not_tell_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = planned(capsys, "--from", str(run))
+    assumed = data["assumed"]
+    assert isinstance(assumed, list)
+    options = {one["option"] for one in assumed}
+    assert {"--gpu-memory", "--seq", "--vocab", "--layers", "--optimizer"} <= options
+    assert not options & {"--accelerator", "--precision", "--batch-per-gpu", "--tflops", "--inter-latency-us"}
+    assert main(["plan", "--from", str(run)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "80 GB of memory a device (`--gpu-memory`)" in out
+    assert "Warning: these devices are CPU processes, and the numbers of `--gpu-memory`" in out
+    assert main(["plan", "--from", str(run), "--gpu-memory", "8GB", "--gpu-memory-bandwidth", "20GB/s"]) == 0
+    assert "Warning" not in capsys.readouterr().out
+
+
+def test_latency_inside_a_host_is_not_taken_for_that_between_hosts(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.write_text(run.read_text().replace("2 on 2 hosts", "2 on 1 host"))
+    data = planned(capsys, "--from", str(run), "--gpus", "4", "--inter", "1Gbit")
+    cluster = data["cluster"]
+    assert isinstance(cluster, dict)
+    assert cluster["intra_latency_ms"] == pytest.approx(CHANNEL.latency_ms)
+    assert cluster["inter_latency_ms"] == 0.02
+
+
+def test_a_precision_that_a_plan_does_not_know_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run.write_text(run.read_text().replace("32-true", "64-true"))
+    assumed = planned(capsys, "--from", str(run))["assumed"]
+    assert {"option": "--precision", "words": "precision bf16-mixed"} in assumed  # type: ignore[operator]
+
+
 def test_no_run_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other.json").write_text("{}")
     assert main(["plan", "--from", str(tmp_path / "other.json")]) == 2
