@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning_commopt import CommOptStrategy
 from lightning_commopt.callbacks import LinearLRScaling
 from lightning_commopt.cli import main
-from lightning_commopt.trials import Target, TargetError
+from lightning_commopt.trials import ScriptError, Target, TargetError
 from lightning_commopt.trials.accumulation import Shares, shares_of
 from lightning_commopt.trials.batch_size import largest_batch
+from lightning_commopt.trials.faults import told
 from lightning_commopt.trials.learning_rate import FoundRate, find_rate, steepest
 from lightning_commopt.trials.method import ChosenMethod, MethodTrial, strategy_for
 from lightning_commopt.trials.paste import trainer_code
@@ -55,7 +57,8 @@ def test_options_are_changed_for_the_trainer_of_the_function_alone() -> None:
         (f"{TOY}:make_trainer_alone", r"returned \(Trainer\): it must return `\(trainer, model\)`"),
         (f"{TOY}:make_two", "made 2 Trainers"),
         (f"{TOY}:make_nothing", "has no function `make_nothing`"),
-        (f"{TOY}:make_raising", "raised `ValueError: no data`; the traceback is above"),
+        (f"{TOY}:make_raising", r"make_raising` raised `ValueError: no data` at `\S*trainer_toy.py:\d+`\.$"),
+        (f"{TOY}:make_leaving", r"make_leaving` called `sys.exit\('no data'\)` at `\S*trainer_toy.py:\d+`\.$"),
         (f"{TOY}:make_fitted", "make_fitted` starts a run: put `fit` and the like below `if __name__"),
         (f"{TOY}", "names no function: write `script.py:make_trainer`"),
         ("nowhere.py:make_trainer", "no script `nowhere.py`"),
@@ -240,6 +243,70 @@ def test_code_makes_the_trainer() -> None:
 def test_wrong_usage(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert told in capsys.readouterr().err
+
+
+_KEY_ERROR = """training raised `KeyError: 'labels'` at `{script}:{line}`."""
+_EXIT = "training called `sys.exit(3)` at `{script}:{line}`."
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tune", "make_failing"], _KEY_ERROR),
+        (["tune", "make_failing", "--skip-batch", "--json"], _KEY_ERROR),
+        (["tune", "make_failing", "--skip-batch", "--skip-lr"], _KEY_ERROR),  # in processes of its own
+        (["tune", "make_exiting"], _EXIT),
+        (["doctor", "--compare", "make_failing_alone"], _KEY_ERROR),
+        (["doctor", "--compare", "make_exiting"], _EXIT),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`:UserWarning")
+def test_what_a_training_step_raises_is_one_sentence(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place, script = next(i for i, word in enumerate(words) if word.startswith("make_")), os.path.relpath(TOY)
+    fault = 'KeyError("labels")' if said == _KEY_ERROR else "sys.exit(3)"
+    line = next(i for i, text in enumerate(TOY.read_text().splitlines(), 1) if fault in text)
+    assert main([*words[:place], f"{TOY}:{words[place]}", *words[place + 1 :]]) == 2
+    out, error = capfd.readouterr()
+    assert not out
+    assert error.splitlines()[-1] == f"commopt {words[0]}: {said.format(script=script, line=line)}"
+    assert "Traceback" not in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_trial_is_interrupted() -> None:
+    def fit() -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            sys.exit(1)  # as Lightning does
+
+    with pytest.raises(KeyboardInterrupt), told("training"):
+        fit()
+
+
+def test_what_a_worker_of_a_data_loader_raises_is_one_line() -> None:
+    text = "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File\nno"
+    said = r"`ValueError: Caught ValueError in DataLoader worker process 0\. no` at "
+    with pytest.raises(ScriptError, match=said), told("training"):
+        raise ValueError(text)
+
+
+def test_what_lightning_refuses_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "bare.py"
+    script.write_text(
+        "import lightning as L\n\ndef make():\n"
+        "    return L.Trainer(accelerator='cpu', max_epochs=1), L.LightningModule()\n"
+    )
+    assert main(["doctor", "--compare", f"{script}:make"]) == 2
+    assert "No `training_step()` method defined" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "code"), [("make_trainer", 0), ("make_by_rank", 1)])
