@@ -10,9 +10,14 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, StrategyRegistry
 
-from lightning_commopt import CommOptStrategy
+from lightning_commopt import (
+    CommOptDeepSpeedStrategy,
+    CommOptPipelineStrategy,
+    CommOptShardedStrategy,
+    CommOptStrategy,
+)
 from lightning_commopt.callbacks import LinearLRScaling
 from lightning_commopt.cli import main
 from lightning_commopt.trials import ScriptError, Target, TargetError
@@ -243,6 +248,64 @@ def test_code_makes_the_trainer() -> None:
 def test_wrong_usage(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert told in capsys.readouterr().err
+
+
+def tuned_with(strategy: object, method: ChosenMethod | None = None) -> Tuned:
+    return Tuned({"strategy": strategy, "accelerator": "cpu"}, 2, 1, (), None, None, None, method)
+
+
+@pytest.mark.parametrize(
+    ("given", "pasted"),
+    [
+        ("fsdp", "fsdp"),
+        ("commopt_hsdp_int8", "commopt_hsdp_int8"),
+        ("commopt_deepspeed_stage_3", "commopt_deepspeed_stage_3"),
+        (CommOptShardedStrategy(), "commopt_hsdp_bf16"),
+        (CommOptShardedStrategy("int8", wrap=1000), "commopt_hsdp_int8"),
+        (CommOptPipelineStrategy(stages=2, start_method="spawn"), "commopt_pipeline_spawn"),
+        (CommOptStrategy("int4", start_method="fork"), "commopt_int4_fork"),
+        (CommOptStrategy(find_unused_parameters=True), "commopt_find_unused_parameters_true"),
+        (DDPStrategy(), "ddp"),
+        (FSDPStrategy(), "fsdp"),
+    ],
+)
+def test_the_users_own_strategy_stays(given: object, pasted: str) -> None:
+    code = trainer_code(tuned_with(given))
+    assert f'strategy="{pasted}",' in code
+    assert ("besides: the further options of" in code) == (not isinstance(given, str))
+    assert pasted in StrategyRegistry
+    if not isinstance(given, str):
+        assert StrategyRegistry[pasted]["strategy"] is type(given)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stage_of_zero_stays(stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    code = trainer_code(tuned_with(CommOptDeepSpeedStrategy(stage, "int8")))
+    assert f'strategy="commopt_deepspeed_stage_{stage}",' in code
+
+
+def test_a_strategy_without_a_name_is_left_to_the_user() -> None:
+    class Own(FSDPStrategy):
+        """Not known to anybody."""
+
+    code = trainer_code(tuned_with(Own()))
+    assert "strategy=" not in code
+    assert "# as you have it, besides: `strategy`, which has no name: Own" in code
+
+
+@pytest.mark.parametrize(
+    ("given", "pasted"),
+    [
+        ("ddp", "commopt_int8"),
+        ("ddp_find_unused_parameters_true", "commopt_int8_find_unused_parameters_true"),
+        (DDPStrategy(start_method="spawn"), "commopt_int8_spawn"),
+    ],
+)
+def test_a_chosen_method_has_the_users_launcher(given: object, pasted: str) -> None:
+    code = trainer_code(tuned_with(given, ChosenMethod("int8", "", 20, 1.0, 2.0)))
+    assert f'strategy="{pasted}",' in code
+    assert pasted in StrategyRegistry
 
 
 _KEY_ERROR = """training raised `KeyError: 'labels'` at `{script}:{line}`."""
