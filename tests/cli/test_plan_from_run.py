@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_commopt.callbacks.monitor.averages import RankTimes
 from lightning_commopt.callbacks.monitor.summary import CommSummary
 from lightning_commopt.callbacks.report.content import Measured, ReportContent
 from lightning_commopt.callbacks.report.run_file import write_run
@@ -24,7 +25,16 @@ CODEC = CodecCost(1.0, 1.0, 1.0, 50.0)
 def run(tmp_path: Path) -> Path:
     """A run of two ranks, a host each, under `auto`, which stayed dense."""
     summary = CommSummary(
-        method="none", world_size=2, steps=50, skipped_steps=0, memory_mb=0.0, step_ms=150.0, compute_ms=32.0
+        method="none",
+        world_size=2,
+        steps=50,
+        skipped_steps=0,
+        memory_mb=0.0,
+        step_ms=150.0,
+        compute_ms=32.0,
+        exposed_comm_ms=118.0,
+        waiting_ms=0.0,
+        by_rank=(RankTimes(150.0, 32.0, 118.0, 0.0),) * 2,
     )
     measured = Measured(NUMELS, 4 * sum(NUMELS), 8.0, Link(2, CHANNEL, CHANNEL), PROFILE, (("int8", CODEC),))
     environment = (("ranks", "2 on 2 hosts"), ("devices", "cpu"), ("precision", "32-true"))

@@ -136,6 +136,9 @@ def test_the_command_starts_its_own_ranks(capfd: pytest.CaptureFixture[str]) -> 
         (["--largest=12"], "`--largest` not below it"),
         (["--largest=3parsec"], "`3parsec` is not a size"),
         (["--step-ms=3"], "needs `--params`"),
+        (["--params=0"], "`--params 0` must be at least 1 and at most 1e+12"),
+        (["--params=1e30"], "`--params 1e30` must be at least 1 and at most 1e+12"),
+        (["--largest=1e31B"], "`--largest` must be at most 100 GB"),
         (["--params=1.5"], "`1.5` is not a count"),
     ],
 )
