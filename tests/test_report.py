@@ -177,7 +177,7 @@ def test_a_run_alone_needs_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path:
     content = ReportContent(
         summary(9.0, 1.0, 0.0, validation=("val_loss", math.nan), first_difference=("w", (1, 2))),
         (Interval(1, 3, loss=math.inf),),
-        RecordedSteps(1, ((Span("step", 0.0, 1.0),), (Span("encode", 0.0, 1.0, 3),))),
+        RecordedSteps(1, ((Span("step", 0.0, 1.0),), (Span("step", 0.0, 1.0), Span("encode", 0.0, 1.0, 3)))),
         measured=Measured((3, 1), 16, None, links, profile, (("int8", CodecCost(1.0)),)),
     )
     write(path, content)

@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning_commopt.callbacks.report.content import ReportContent
 from lightning_commopt.callbacks.report.plain import from_plain, to_plain
+from lightning_commopt.callbacks.report.run_check import check_run
 
 __all__ = ["RunFileError", "read_run", "run_files", "write_atomically", "write_run"]
 
@@ -53,9 +54,11 @@ def read_run(path: Path) -> ReportContent:
             f"{_VERSION}: install the lightning_commopt that wrote it."
         )
     try:
-        return from_plain(ReportContent, values)
+        content = from_plain(ReportContent, values)
+        check_run(content)
     except ValueError as error:
         raise RunFileError(f"`{path}` is a run that was changed or damaged: {error}") from None
+    return content
 
 
 def run_files(path: Path) -> list[Path]:

@@ -125,7 +125,7 @@ def _compare(words: str, steps: int, tolerance: float) -> Answer | None:
 
 
 def _selftest(processes: int, device: str, methods: str, ranks_per_node: int | None, timeout_s: float) -> Answer | None:
-    chosen = tuple(listed(methods))
+    chosen = tuple(listed("methods", methods))
     if unknown := [name for name in chosen if name not in METHODS]:
         raise UsageError(f"`--methods {unknown[0]}` is no method: choose from {', '.join(METHODS)}.")
     if timeout_s <= 0:

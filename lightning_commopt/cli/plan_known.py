@@ -55,10 +55,10 @@ class Known:
         compute_samples: See there.
         inter_rate: Bytes a second of a node.
         intra_rate: Bytes a second of a rank inside its node.
-        latency_ms: Between nodes.
-        intra_latency_ms: Inside one.
-        kind: Of devices.
-        precision: The Trainer's.
+        inter_latency_us: Of an empty message between nodes.
+        intra_latency_us: Inside one.
+        accelerator: ``"gpu"`` or ``"cpu"``.
+        precision: The Trainer's, where a plan knows it.
         stolen_ns_per_byte: Of computing, for a byte sent.
         contention: Of codecs with computing.
         codecs: What methods cost.
@@ -75,10 +75,10 @@ class Known:
     compute_samples: float = 1.0
     inter_rate: float | None = None
     intra_rate: float | None = None
-    latency_ms: float = 0.02
-    intra_latency_ms: float = 0.005
-    kind: str = "cuda"
-    precision: Precision = "bf16-mixed"
+    inter_latency_us: float | None = None
+    intra_latency_us: float | None = None
+    accelerator: str | None = None
+    precision: Precision | None = None
     stolen_ns_per_byte: float = 0.0
     contention: float = 1.0
     codecs: tuple[tuple[str, CodecCost], ...] = ()
@@ -113,7 +113,8 @@ def known_of(path: str) -> Known:
     channel = _channel(content)
     several = per_node is not None and per_node < summary.world_size
     rate = None if channel is None else channel.bytes_per_second
-    latency_ms = None if channel is None else channel.latency_ms
+    latency_us = None if channel is None else channel.latency_ms * 1e3
+    devices = environment.get("devices", "")
     profile, precision = measured.profile, environment.get("precision", "")
     samples = measured.samples or 1.0
     known = Known(
@@ -125,10 +126,10 @@ def known_of(path: str) -> Known:
         compute_samples=samples,
         inter_rate=rate if several else None,
         intra_rate=None if several else rate,
-        latency_ms=0.02 if latency_ms is None else latency_ms,
-        intra_latency_ms=0.005 if several or latency_ms is None else latency_ms,
-        kind="cpu" if environment.get("devices", "") == "cpu" else "cuda",
-        precision=precision if precision in get_args(Precision) else "bf16-mixed",  # type: ignore[arg-type]
+        inter_latency_us=latency_us if several else None,
+        intra_latency_us=None if several else latency_us,
+        accelerator=(None if not devices else "cpu" if devices == "cpu" else "gpu"),
+        precision=precision if precision in get_args(Precision) else None,  # type: ignore[arg-type]
         stolen_ns_per_byte=0.0 if channel is None else channel.stolen_ns_per_byte,
         contention=1.0 if profile is None else profile.contention,
         codecs=measured.codecs,

@@ -12,10 +12,12 @@ from lightning_commopt.cli.units import byte_size, count, show_bytes, show_count
 from lightning_commopt.routes import ControlGroup
 from lightning_commopt.strategies.groups import make_groups
 from lightning_commopt.tuning import Channel, Link, Ways
-from lightning_commopt.tuning.outlook import Outlook, evidence_for, outlook
+from lightning_commopt.tuning.outlook import MOST_PARAMETERS, Outlook, evidence_for, outlook
 from lightning_commopt.tuning.sweep import Speed, sweep
 
 __all__ = ["probe"]
+
+_MOST_BYTES = 1e11
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ def probe(
     """
     sizes = _sizes(byte_size(smallest), byte_size(largest))
     numel = 0 if params is None else count(params)
+    if params is not None and not 1 <= numel <= MOST_PARAMETERS:
+        raise UsageError(f"`--params {params}` must be at least 1 and at most {MOST_PARAMETERS:.0e}.")
     if step_ms is not None and (step_ms <= 0 or not numel):
         raise UsageError("`--step-ms` is a positive number of ms, and needs `--params`.")
     words = ["probe", f"--smallest={smallest}", f"--largest={largest}"]
@@ -73,10 +77,14 @@ def _sizes(smallest: float, largest: float) -> list[int]:
     """Return sizes that grow by four, with both ends."""
     if not 4 <= smallest <= largest:
         raise UsageError("`--smallest` must be at least 4 B, and `--largest` not below it.")
+    if largest > _MOST_BYTES:
+        raise UsageError(
+            f"`--largest` must be at most {show_bytes(_MOST_BYTES)}: every rank holds several such messages."
+        )
     sizes = [int(smallest)]
     while sizes[-1] * 4 < largest:
         sizes.append(sizes[-1] * 4)
-    return sizes if sizes[-1] == int(largest) else [*sizes, int(largest)]
+    return [*sizes, int(largest)]  # what comes to the same message is sent once
 
 
 def _measured(

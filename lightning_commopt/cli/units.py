@@ -73,14 +73,20 @@ def count(text: str) -> int:
     return round(number)
 
 
-def listed(text: str) -> list[str]:
-    """Return what commas part.
+def listed(option: str, text: str) -> list[str]:
+    """Return what commas part; nothing where the text is empty, which means that the option was left out.
 
-    >>> listed("int8, topk,")
+    >>> listed("methods", "int8, topk,")
     ['int8', 'topk']
 
+    Raises:
+        UsageError: There are commas or blanks alone.
+
     """
-    return [word.strip() for word in text.split(",") if word.strip()]
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if text and not words:
+        raise UsageError(f"`--{option} {text}` names nothing: write words with commas between them, or leave it out.")
+    return words
 
 
 def show_bytes(size: float) -> str:

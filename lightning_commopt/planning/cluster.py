@@ -84,6 +84,10 @@ class Cluster:
         """Devices in use on a node."""
         return min(self.devices, self.per_node)
 
+    def ring_share(self, ranks: int, in_node: int, rings: int = 1) -> float:
+        """Return the bytes that a node sends to others for each byte that a rank of a ring sends; as :meth:`ring`."""
+        return float(rings) if ranks > in_node else 0.0
+
     def ring(self, ranks: int, in_node: int, rings: int = 1) -> Channel:
         """Return what a ring of ranks costs each of them: it crosses every node's border once.
 
@@ -93,12 +97,17 @@ class Cluster:
             rings: Others like it at the same time through the same node's border.
 
         """
-        if ranks <= in_node:
+        share = self.ring_share(ranks, in_node, rings)
+        if not share:
             return Channel(self.intra_rate, self.intra_latency_ms, self.stolen_ns_per_byte)
-        rate = min(self.intra_rate, self.inter_rate / rings) if in_node > 1 else self.inter_rate / rings
+        rate = min(self.intra_rate, self.inter_rate / share) if in_node > 1 else self.inter_rate / share
         crossing = 1 / in_node
         latency_ms = crossing * self.inter_latency_ms + (1 - crossing) * self.intra_latency_ms
         return Channel(rate, latency_ms, self.stolen_ns_per_byte)
+
+    def all_to_all_share(self, ranks: int, in_node: int, groups: int = 1) -> float:
+        """Return the same where every rank sends to every other; as :meth:`all_to_all`."""
+        return groups * in_node * (ranks - in_node) / (ranks - 1) if ranks > in_node else 0.0
 
     def all_to_all(self, ranks: int, in_node: int, groups: int = 1) -> Channel:
         """Return what messages of every rank to every other cost each of them: they share the node's border.
@@ -109,8 +118,7 @@ class Cluster:
             groups: Such groups on a node at the same time.
 
         """
-        if ranks <= in_node:
+        share = self.all_to_all_share(ranks, in_node, groups)
+        if not share:
             return Channel(self.intra_rate, self.intra_latency_ms, self.stolen_ns_per_byte)
-        outside = (ranks - in_node) / (ranks - 1)
-        rate = self.inter_rate / (groups * in_node * outside)
-        return Channel(rate, self.inter_latency_ms, self.stolen_ns_per_byte)
+        return Channel(self.inter_rate / share, self.inter_latency_ms, self.stolen_ns_per_byte)

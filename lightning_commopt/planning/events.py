@@ -23,6 +23,7 @@ class Task:
         links: ``(name, ms)``: after the work, it moves something over these links at once; ms if it were alone there.
             Tasks on a link at the same time get an equal share each.
         latency_ms: After which what follows sees it ended; its streams are free before.
+        node_bytes: That a node sends to others meanwhile; the clock does not ask for it.
 
     """
 
@@ -31,6 +32,7 @@ class Task:
     work_ms: float = 0.0
     links: tuple[tuple[str, float], ...] = ()
     latency_ms: float = 0.0
+    node_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The exchange of gradients among replicas, in the terms of the cost model."""
 
+from dataclasses import dataclass
+
 from lightning_commopt.compression import METHODS, Compression, PowerSGD, Uncompressed
 from lightning_commopt.planning.cluster import Cluster
 from lightning_commopt.planning.job import Model, Training
@@ -7,11 +9,24 @@ from lightning_commopt.planning.layouts import Layout
 from lightning_commopt.tuning.links import Channel, Link
 from lightning_commopt.tuning.plan import CodecCost, Plan, bucket_numels
 
-__all__ = ["bytes_per_element", "codec_cost", "gradient_link", "gradient_plan", "methods_of"]
+__all__ = ["GradientLink", "bytes_per_element", "codec_cost", "gradient_link", "gradient_plan", "methods_of"]
 
 _BUCKET_MB = 25.0  # DDP's default
 _BUCKET_US = 100.0  # some twenty launches of kernels
 _ZERO = ("none", "bf16", "fp16", "int8", "int4", "onebit")
+
+
+@dataclass(frozen=True)
+class GradientLink(Link):
+    """What joins replicas.
+
+    Args:
+        node_share: Bytes that a node sends to others for each byte that a rank sends of a method's messages.
+        **link: As in :class:`~lightning_commopt.tuning.Link`.
+
+    """
+
+    node_share: float = 0.0
 
 
 def methods_of(layout: Layout) -> tuple[str, ...]:
@@ -26,7 +41,7 @@ def methods_of(layout: Layout) -> tuple[str, ...]:
     return tuple(word for word, method in METHODS.items() if word == "none" or not (cuts_matrices and method.summable))
 
 
-def gradient_link(cluster: Cluster, layout: Layout, method: Compression) -> Link:
+def gradient_link(cluster: Cluster, layout: Layout, method: Compression) -> GradientLink:
     """Return what joins the replicas of a layout.
 
     Args:
@@ -42,19 +57,27 @@ def gradient_link(cluster: Cluster, layout: Layout, method: Compression) -> Link
         in_node, groups = 1, local
     else:
         in_node, groups = max(1, local // layout.ranks_per_copy), layout.tensor
+    return _flat(cluster, ranks, in_node, method, groups)
+
+
+def _flat(cluster: Cluster, ranks: int, in_node: int, method: Compression, groups: int = 1) -> GradientLink:
     ring = cluster.ring(ranks, in_node, groups)
-    return Link(ranks, ring, ring if method.summable else cluster.all_to_all(ranks, in_node, groups))
-
-
-def _between_all(cluster: Cluster, ranks: int, method: Compression, *, may_shard: bool) -> Link:
-    local = cluster.local
-    ring = cluster.ring(ranks, local)
     if method.summable:
-        return Link(ranks, ring, ring)
+        return GradientLink(ranks, ring, ring, node_share=cluster.ring_share(ranks, in_node, groups))
+    share = cluster.all_to_all_share(ranks, in_node, groups)
+    return GradientLink(ranks, ring, cluster.all_to_all(ranks, in_node, groups), node_share=share)
+
+
+def _between_all(cluster: Cluster, ranks: int, method: Compression, *, may_shard: bool) -> GradientLink:
+    local = cluster.local
+    if method.summable:
+        return _flat(cluster, ranks, local, method)
     if may_shard and cluster.nodes > 1 and local > 1:
         inside = Channel(cluster.intra_rate, cluster.intra_latency_ms * (local - 1))
-        return Link(ranks, ring, cluster.all_to_all(cluster.nodes, 1, local), local, inside)
-    return Link(ranks, ring, cluster.all_to_all(ranks, local))
+        ring, between = cluster.ring(ranks, local), cluster.all_to_all(cluster.nodes, 1, local)
+        share = cluster.all_to_all_share(cluster.nodes, 1, local)
+        return GradientLink(ranks, ring, between, local, inside, share)
+    return _flat(cluster, ranks, local, method)
 
 
 def gradient_plan(

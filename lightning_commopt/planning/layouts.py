@@ -41,6 +41,24 @@ class Layout:
         """Ranks that a copy of the model takes where it is cut."""
         return self.stages * self.tensor
 
+    def blocks_of(self, layers: int) -> list[int]:
+        """Return the blocks of each stage: the first ones have one more where not all are equal.
+
+        Args:
+            layers: Blocks of the model.
+
+        """
+        return [layers // self.stages + (stage < layers % self.stages) for stage in range(self.stages)]
+
+    def largest_part(self, layers: int) -> float:
+        """Return the part of a copy that a rank of its largest stage has.
+
+        Args:
+            layers: Blocks of the model.
+
+        """
+        return max(self.blocks_of(layers)) / layers / self.tensor
+
     def __str__(self) -> str:
         if self.kind == "zero":
             return f"ZeRO stage {self.stage} over {self.replicas}" + (f", hpZ {self.hpz}" if self.hpz > 1 else "")

@@ -82,7 +82,7 @@ def memory(
 
 def _states(model: Model, training: Training, layout: Layout) -> tuple[float, float, float, float]:
     """Return parameters, gradients, masters, moments."""
-    own = model.params / layout.ranks_per_copy
+    own = model.params * layout.largest_part(model.layers)
     if layout.kind != "zero":
         size = training.weight_size
         sizes = (size, size, 0, training.moments * size)
@@ -122,8 +122,9 @@ def _inside(model: Model, training: Training, tensor: int) -> float:
 def _held_activations(model: Model, training: Training, layout: Layout, samples: float, passes: int) -> float:
     """On the stage that holds most; the last one has the output layer's."""
     if training.activation_bytes is not None:
-        return training.activation_bytes * samples / layout.ranks_per_copy * min(layout.stages, passes)
-    layers = ceil(model.layers / layout.stages)
+        of_copy = training.activation_bytes * samples * min(layout.stages, passes)
+        return of_copy * layout.largest_part(model.layers)
+    layers = max(layout.blocks_of(model.layers))
     block = activation_bytes(model, training, layout.tensor) * samples
     again = (
         training.activation_size / 2 * _inside(model, training, layout.tensor) * samples
@@ -139,7 +140,7 @@ def _held_activations(model: Model, training: Training, layout: Layout, samples:
 
 def _buckets(model: Model, training: Training, layout: Layout) -> float:
     """What is on its way, or cast for the time of a pass."""
-    own = model.params / layout.ranks_per_copy
+    own = model.params * layout.largest_part(model.layers)
     layer = min(model.layer_params, own)
     casts = 2 * own if training.precision.endswith("mixed") else 0  # autocast keeps them until the pass is over
     if layout.kind == "hsdp":
@@ -163,7 +164,8 @@ def residual_numel(model: Model, layout: Layout, per_node: int) -> float:
     """
     if layout.kind == "zero":
         return float(model.params)  # every rank's own, which ZeRO does not shard
-    return model.params / layout.ranks_per_copy / (layout.shards if layout.kind == "hsdp" else per_node)
+    sharing = layout.shards if layout.kind == "hsdp" else per_node
+    return model.params * layout.largest_part(model.layers) / sharing
 
 
 def _method(model: Model, training: Training, layout: Layout, method: Compression, per_node: int) -> float:

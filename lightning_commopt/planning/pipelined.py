@@ -10,8 +10,9 @@ from lightning_commopt.tuning.bucket_cost import BucketCost
 
 __all__ = ["Travel", "add_copy", "add_pipelined"]
 
-Travel = Callable[[int, int], tuple[tuple[tuple[str, float], ...], float]]
-"""Tells, of a message from one rank of a pipeline to another, what it takes of which links, and its latency in ms."""
+Travel = Callable[[int, int], tuple[tuple[tuple[str, float], ...], float, float]]
+"""Tells, of a message from one rank of a pipeline to another, what it takes of which links, its latency in ms, and the
+bytes that its node sends to others."""
 
 
 def add_copy(
@@ -53,8 +54,8 @@ def add_copy(
         factor = factors[rank] if factors else 1.0
         last[rank] = step.add(f"{name} {rank}", after=after, work_ms=factor * costs[action.stage].of(action.kind))
     for message in sent:
-        links, latency_ms = travel(schedule.placement[message.source], schedule.placement[message.target])
-        step.add(after=[places[made[message]]], links=links, latency_ms=latency_ms)
+        links, latency_ms, node_bytes = travel(schedule.placement[message.source], schedule.placement[message.target])
+        step.add(after=[places[made[message]]], links=links, latency_ms=latency_ms, node_bytes=node_bytes)
     return last
 
 
@@ -65,7 +66,8 @@ def add_pipelined(
     travels: Sequence[Travel],
     exchange: Sequence[Sequence[BucketCost]],
     exchange_links: Sequence[str],
-    optimizer_ms: float,
+    exchange_share: float,
+    optimizer_ms: Sequence[float],
     factors: Sequence[Sequence[float]],
 ) -> None:
     """Add a whole step: every kind of copy, then of each stage the exchange among copies, then the optimizer.
@@ -80,7 +82,8 @@ def add_pipelined(
         travels: By kind of copy, what its messages take.
         exchange: By rank of a copy, the buckets that it exchanges with its replicas; none where there is one copy.
         exchange_links: By rank of a copy, the link of that.
-        optimizer_ms: Of a rank.
+        exchange_share: Bytes that a node sends to others for each byte that a rank sends in it.
+        optimizer_ms: By rank of a copy.
         factors: By kind of copy, how many times as long each of its ranks computes.
 
     """
@@ -91,8 +94,14 @@ def add_pipelined(
         group, slow = [f"{name} {rank}" for name in names], [factors[copy][rank] for copy in copies]
         begun = [last[copy][rank] for copy in copies]
         there = add_exchange(
-            step, group, exchange[rank], [begun] * len(exchange[rank]), link=exchange_links[rank], factors=slow
+            step,
+            group,
+            exchange[rank],
+            [begun] * len(exchange[rank]),
+            link=exchange_links[rank],
+            node_share=exchange_share,
+            factors=slow,
         )
         for copy in copies:
             after = [begun[copy], *(tasks[copy] for tasks in there)]
-            step.add(group[copy], after=after, work_ms=slow[copy] * optimizer_ms)
+            step.add(group[copy], after=after, work_ms=slow[copy] * optimizer_ms[rank])

@@ -1,17 +1,17 @@
 """A step of ZeRO and of FSDP2."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 
 from lightning_commopt.compression import Compression, Uncompressed
+from lightning_commopt.planning.cluster import Cluster
 from lightning_commopt.planning.exchange import codec_cost, gradient_link, gradient_plan
 from lightning_commopt.planning.sharded_step import Collective, ShardedBlock, add_sharded
 from lightning_commopt.planning.stepping import Step, add_data_parallel
-from lightning_commopt.planning.work import INSIDE, Moved, Work, node_or_inside, sent_bytes
+from lightning_commopt.planning.work import Moved, Work, node_or_inside, sent_bytes
 from lightning_commopt.tuning.bucket_cost import bucket_costs
 from lightning_commopt.tuning.cost_model import ComputeProfile
-from lightning_commopt.tuning.links import Channel
 
 __all__ = ["sharded", "zero"]
 
@@ -26,7 +26,8 @@ def zero(work: Work, method: Compression) -> tuple[Step, Moved]:
     plan = gradient_plan(work.model, training, cluster, method, 1)
     if isinstance(method, Uncompressed):
         plan = replace(plan, bytes_per_element=float(size))
-    costs = bucket_costs(gradient_link(cluster, work.layout, method), plan)
+    joined = gradient_link(cluster, work.layout, method)
+    costs = bucket_costs(joined, plan)
     link, profile, last = node_or_inside(cluster.nodes > 1), work.profile, [0]
     ring = cluster.ring(cluster.devices, cluster.local)
     gathered = (cluster.devices - 1) / cluster.devices * work.model.params * size
@@ -41,13 +42,15 @@ def zero(work: Work, method: Compression) -> tuple[Step, Moved]:
             passes=1 if passes > 1 else work.passes,
             factors=work.factors,
             link=link,
+            node_share=joined.node_share,
         )
-    _add_gather(step, last, link, ring, gathered, cluster.devices - 1)
+    step.add(
+        after=last,
+        links=[(link, ring.wire_ms(gathered, 0))],
+        latency_ms=(cluster.devices - 1) * ring.latency_ms,
+        node_bytes=cluster.ring_share(cluster.devices, cluster.local) * gathered,
+    )
     return step, Moved(0.0, passes * sent_bytes(costs), 0.0, gathered, 0.0)
-
-
-def _add_gather(step: Step, after: Sequence[int], link: str, ring: Channel, nbytes: float, hops: int) -> None:
-    step.add(after=after, links=[(link, ring.wire_ms(nbytes, 0))], latency_ms=hops * ring.latency_ms)
 
 
 def sharded(work: Work, method: Compression | None) -> tuple[Step, Moved]:
@@ -66,16 +69,15 @@ def _hsdp(
     cluster, layout, layers = work.cluster, work.layout, work.model.layers
     assert method is not None
     shards, in_node = layout.shards, min(layout.shards, cluster.local)
-    ring = cluster.ring(shards, in_node)
-    link = node_or_inside(shards > in_node)
     part = (shards - 1) / shards * numel
-    gather = _ring_collective(link, ring, part * work.training.activation_size, shards - 1)
-    reduce = _ring_collective(link, ring, part * 4, shards - 1)
-    exchange = None
+    gather = _ring_collective(cluster, shards, in_node, part * work.training.activation_size)
+    reduce = _ring_collective(cluster, shards, in_node, part * 4)
+    exchange, share = None, 0.0
     if layout.replicas > 1:
         plan = gradient_plan(work.model, work.training, cluster, method, shards)
         plan = replace(plan, bucket_numels=[ceil(numel / shards)])
-        (exchange,) = bucket_costs(gradient_link(cluster, layout, method), plan)
+        joined = gradient_link(cluster, layout, method)
+        (exchange,), share = bucket_costs(joined, plan), joined.node_share
     block = ShardedBlock(
         profile.forward_ms / layers,
         profile.backward_ms / layers,
@@ -84,6 +86,7 @@ def _hsdp(
         reduce,
         exchange,
         node_or_inside(True),
+        share,
     )
     sent = part * 4 * work.passes + (0.0 if exchange is None else exchange.sent_bytes)
     return block, sent, 2 * part * work.training.activation_size
@@ -94,19 +97,21 @@ def _zero3(
 ) -> tuple[ShardedBlock, float, float]:
     cluster, layers, world = work.cluster, work.model.layers, work.cluster.devices
     size, part = work.training.activation_size, (world - 1) / world * numel
-    ring, link = cluster.ring(world, cluster.local), node_or_inside(cluster.nodes > 1)
     if method is None:
-        gather, again, reduce, sent = _zero_plus_plus(work, numel, ring, link)
+        gather, again, reduce, sent = _zero_plus_plus(work, numel)
     else:
-        gather = again = _ring_collective(link, ring, part * size, world - 1)
+        gather = again = _ring_collective(cluster, world, cluster.local, part * size)
         sent = part * size
         if isinstance(method, Uncompressed):
-            reduce = _ring_collective(link, ring, sent, world - 1)
+            reduce = _ring_collective(cluster, world, cluster.local, sent)
         else:
             sent = (world - 1) / world * method.wire_bytes(ceil(numel / method.alignment) * method.alignment)
             channel, codec = cluster.all_to_all(world, cluster.local), codec_cost(method, cluster)
             work_ms = (codec.encode_ns + codec.decode_ns + codec.handling_ns) * numel * 1e-6 + codec.bucket_us * 1e-3
-            reduce = Collective(link, channel.wire_ms(sent, 0), channel.latency_ms, work_ms)
+            share = cluster.all_to_all_share(world, cluster.local)
+            reduce = Collective(
+                node_or_inside(cluster.nodes > 1), channel.wire_ms(sent, 0), channel.latency_ms, work_ms, share * sent
+            )
     block = ShardedBlock(profile.forward_ms / layers, profile.backward_ms / layers, gather, again, reduce)
     if method is not None:
         return block, sent * work.passes, 2 * part * size
@@ -114,28 +119,39 @@ def _zero3(
     return block, sent * work.passes, part + (inside if work.layout.hpz > 1 else part)
 
 
-def _ring_collective(link: str, ring: Channel, nbytes: float, hops: int) -> Collective:
-    return Collective(link, ring.wire_ms(nbytes, 0), hops * ring.latency_ms)
+def _ring_collective(cluster: Cluster, ranks: int, in_node: int, nbytes: float) -> Collective:
+    """Each of the ranks sends so many bytes round a ring."""
+    ring, share = cluster.ring(ranks, in_node), cluster.ring_share(ranks, in_node)
+    return Collective(
+        node_or_inside(ranks > in_node),
+        ring.wire_ms(nbytes, 0),
+        (ranks - 1) * ring.latency_ms,
+        node_bytes=share * nbytes,
+    )
 
 
-def _zero_plus_plus(
-    work: Work, numel: int, ring: Channel, link: str
-) -> tuple[Collective, Collective, Collective, float]:
+def _zero_plus_plus(work: Work, numel: int) -> tuple[Collective, Collective, Collective, float]:
     """Wang et al. (arXiv 2306.10209): int8 parameters, a second copy a node, int4 gradients in two hops."""
     cluster, world, local = work.cluster, work.cluster.devices, work.cluster.local
     part = (world - 1) / world * numel
     rate = cluster.memory_rate * 1e-3
     gather = replace(
-        _ring_collective(link, ring, part, world - 1), work_ms=numel * 3 / rate
+        _ring_collective(cluster, world, local, part), work_ms=numel * 3 / rate
     )  # bytes are read, halves are written
     again = gather
     if work.layout.hpz > 1:
         inside = (local - 1) / local * numel * work.training.activation_size
-        again = _ring_collective(INSIDE, cluster.ring(local, local), inside, local - 1)
+        again = _ring_collective(cluster, local, local, inside)
     inside_sent = (local - 1) / local * numel / 2
     between = (cluster.nodes - 1) / cluster.nodes * numel / local / 2
     channel = cluster.all_to_all(cluster.nodes, 1, local)
     inside_ms = inside_sent / cluster.intra_rate * 1e3 + cluster.intra_latency_ms
     work_ms = numel * 4 / rate  # bytes an element, in two hops
-    reduce = Collective(link, channel.wire_ms(between, 0), channel.latency_ms + inside_ms, work_ms)
+    reduce = Collective(
+        node_or_inside(cluster.nodes > 1),
+        channel.wire_ms(between, 0),
+        channel.latency_ms + inside_ms,
+        work_ms,
+        cluster.all_to_all_share(cluster.nodes, 1, local) * between,
+    )
     return gather, again, reduce, inside_sent + between

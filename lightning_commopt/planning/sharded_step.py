@@ -20,6 +20,7 @@ class Collective:
         ms: For which it keeps the link busy.
         latency_ms: After which it is through.
         work_ms: Of the device, encoding and decoding.
+        node_bytes: That a node sends to others.
 
     """
 
@@ -27,6 +28,7 @@ class Collective:
     ms: float = 0.0
     latency_ms: float = 0.0
     work_ms: float = 0.0
+    node_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class ShardedBlock:
         reduce: Of its gradients, after backward.
         exchange: Of its shard's gradients between replicas, in the last pass; None where there is one replica.
         exchange_link: By which.
+        exchange_share: Bytes that a node sends to others for each byte that a rank sends in the exchange.
 
     """
 
@@ -51,6 +54,7 @@ class ShardedBlock:
     reduce: Collective
     exchange: BucketCost | None = None
     exchange_link: str = "network"
+    exchange_share: float = 0.0
 
 
 def add_sharded(
@@ -94,7 +98,13 @@ def add_sharded(
                     ends.append([reduced] * len(ranks))
                     if index == passes - 1 and block.exchange is not None:
                         ends += add_exchange(
-                            step, ranks, [block.exchange], [ends[-1]], link=block.exchange_link, factors=factors
+                            step,
+                            ranks,
+                            [block.exchange],
+                            [ends[-1]],
+                            link=block.exchange_link,
+                            node_share=block.exchange_share,
+                            factors=factors,
                         )
     for place, (rank, factor) in enumerate(zip(ranks, factors, strict=True)):
         step.add(rank, after=[tasks[place] for tasks in ends], work_ms=factor * optimizer_ms)
@@ -107,4 +117,5 @@ def _add_collective(step: Step, streams: Sequence[str], collective: Collective, 
         work_ms=collective.work_ms,
         links=[(collective.link, collective.ms)],
         latency_ms=collective.latency_ms,
+        node_bytes=collective.node_bytes,
     )

@@ -28,9 +28,10 @@ class Step:
         work_ms: float = 0.0,
         links: Sequence[tuple[str, float]] = (),
         latency_ms: float = 0.0,
+        node_bytes: float = 0.0,
     ) -> int:
         """Add a task; return its place."""
-        self.tasks.append(Task(streams, tuple(after), work_ms, tuple(links), latency_ms))
+        self.tasks.append(Task(streams, tuple(after), work_ms, tuple(links), latency_ms, node_bytes))
         return len(self.tasks) - 1
 
 
@@ -41,6 +42,7 @@ def add_exchange(
     ready: Sequence[Sequence[int]],
     *,
     link: str = _NETWORK,
+    node_share: float = 0.0,
     overlapped: bool = False,
     factors: Sequence[float] | None = None,
 ) -> list[list[int]]:
@@ -54,6 +56,7 @@ def add_exchange(
         costs: Of each bucket.
         ready: By bucket, the task of each rank after which its gradients are there.
         link: By which messages travel.
+        node_share: Bytes that a node sends to others for each byte that a rank sends.
         overlapped: Whether buckets are worked on while messages of others travel.
         factors: How many times as long each rank works.
 
@@ -80,7 +83,13 @@ def add_exchange(
         ]
         there[bucket] = works
         if leg.wire_ms:
-            message = step.add(*wires, after=works, links=[(link, leg.wire_ms)], latency_ms=leg.latency_ms)
+            message = step.add(
+                *wires,
+                after=works,
+                links=[(link, leg.wire_ms)],
+                latency_ms=leg.latency_ms,
+                node_bytes=node_share * leg.sent_bytes,
+            )
             there[bucket] = [message] * len(group)
         if index == len(costs[bucket].legs) - 1:
             free = there[bucket]
@@ -139,6 +148,7 @@ def add_data_parallel(
     passes: int = 1,
     factors: Sequence[float] = (1.0,),
     link: str = _NETWORK,
+    node_share: float = 0.0,
 ) -> list[int]:
     """Add a step of data parallel training; return the last task of each rank.
 
@@ -150,6 +160,7 @@ def add_data_parallel(
         passes: Batches of a step; gradients are exchanged in the last.
         factors: As in :func:`simulate_step`.
         link: By which messages travel.
+        node_share: As in :func:`add_exchange`.
 
     """
     ranks = [f"rank {place}" for place in range(len(factors))]
@@ -160,7 +171,9 @@ def add_data_parallel(
     ]
     overlaps = plan.overlapped and not isinstance(plan.method, Uncompressed)
     by_bucket = list(zip(*(tasks[:-1] for tasks in ready), strict=True))
-    there = add_exchange(step, ranks, costs, by_bucket, link=link, overlapped=overlaps, factors=factors)
+    there = add_exchange(
+        step, ranks, costs, by_bucket, link=link, node_share=node_share, overlapped=overlaps, factors=factors
+    )
     return [
         step.add(
             rank, after=[ready[place][-1], *(tasks[place] for tasks in there)], work_ms=factor * profile.optimizer_ms

@@ -70,7 +70,7 @@ class Moved:
 
     Args:
         step_ms: Its duration.
-        gradient_bytes: That a rank sends.
+        gradient_bytes: That a rank sends, the one that sends most.
         activation_bytes: That a rank sends to other stages and to those that divide its matrices.
         parameter_bytes: That a rank sends.
         node_bytes: That a node sends to others.

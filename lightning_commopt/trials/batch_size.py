@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from lightning.pytorch.tuner import Tuner
 
+from lightning_commopt.trials.faults import told
 from lightning_commopt.trials.one_process import alone, with_batch_size
 from lightning_commopt.trials.target import Target
 
@@ -45,21 +46,23 @@ def largest_batch(target: Target, name: str, most: int, ranks: int) -> LargestBa
 
     Raises:
         TargetError: Nothing holds the size.
+        ScriptError: The user's code raised an exception.
 
     """
     with tempfile.TemporaryDirectory(prefix="commopt-") as folder:
         setup = with_batch_size(alone(target, folder, {"max_epochs": -1, "max_steps": 1000}), name, None)
         # The number of trials bounds the search: at `max_val` Lightning returns a size that it never tried.
-        found = Tuner(setup.trainer).scale_batch_size(
-            setup.model,
-            **setup.data_arguments(),
-            mode="power",
-            steps_per_trial=_STEPS,
-            init_val=1,
-            max_trials=most.bit_length(),
-            batch_arg_name=name,
-            max_val=2 * most,
-        )
+        with told("training"):
+            found = Tuner(setup.trainer).scale_batch_size(
+                setup.model,
+                **setup.data_arguments(),
+                mode="power",
+                steps_per_trial=_STEPS,
+                init_val=1,
+                max_trials=most.bit_length(),
+                batch_arg_name=name,
+                max_val=2 * most,
+            )
         assert found is not None
         samples = _samples(setup.trainer.train_dataloader)
     size = found if samples is None else min(found, 1 << max(samples // ranks, 1).bit_length() - 1)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing_extensions import override
 
 from lightning_commopt.callbacks.doctor import DistributedDoctor, Finding
+from lightning_commopt.trials.faults import TargetError
 from lightning_commopt.trials.options import StopAfter, quiet
-from lightning_commopt.trials.target import Target, TargetError
+from lightning_commopt.trials.target import Target
 
 __all__ = ["Examined", "compare"]
 
@@ -64,6 +65,7 @@ def compare(target: Target, steps: int, tolerance: float = 0.05) -> Examined | N
 
     Raises:
         TargetError: The doctor does not know the user's strategy, or no step was taken.
+        ScriptError: The user's code raised an exception.
 
     """
     with tempfile.TemporaryDirectory(prefix="commopt-") as folder:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ import torch
 from lightning.pytorch.tuner import Tuner
 
 from lightning_commopt.callbacks.doctor.check import loss_of
+from lightning_commopt.trials.faults import TargetError, told
 from lightning_commopt.trials.one_process import alone, with_batch_size
-from lightning_commopt.trials.target import Target, TargetError
+from lightning_commopt.trials.target import Target
 
 __all__ = ["FoundRate", "find_rate", "steepest"]
 
@@ -89,6 +91,7 @@ def find_rate(target: Target, name: str, batch_size: int, steps: int, *, set_bat
 
     Raises:
         TargetError: There is more than one optimizer, or no rate can be suggested.
+        ScriptError: The user's code raised an exception.
 
     """
     with tempfile.TemporaryDirectory(prefix="commopt-") as folder:
@@ -96,9 +99,14 @@ def find_rate(target: Target, name: str, batch_size: int, steps: int, *, set_bat
         if set_batch:
             setup = with_batch_size(setup, name, batch_size)
         losses = _recorded_losses(setup.model)
-        finder = Tuner(setup.trainer).lr_find(
-            setup.model, **setup.data_arguments(), num_training=steps, update_attr=False
-        )
+        try:
+            with told("training"):
+                finder = Tuner(setup.trainer).lr_find(
+                    setup.model, **setup.data_arguments(), num_training=steps, update_attr=False
+                )
+        except TargetError:
+            print(file=sys.stderr)  # ends the line of Lightning's progress bar
+            raise
         optimizers = setup.trainer.optimizers
         if len(optimizers) != 1:
             raise TargetError(f"the model has {len(optimizers)} optimizers, and the finder knows one")

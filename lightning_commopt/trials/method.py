@@ -18,10 +18,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
+from lightning_commopt.failure.errors import is_echo
 from lightning_commopt.strategies import CommOptStrategy
+from lightning_commopt.trials.faults import ScriptError, TargetError
 from lightning_commopt.trials.one_process import with_batch_size
 from lightning_commopt.trials.options import quiet
-from lightning_commopt.trials.target import Setup, Target, TargetError
+from lightning_commopt.trials.target import Setup, Target
 
 __all__ = ["ChosenMethod", "MethodTrial", "is_launched", "strategy_for"]
 
@@ -105,6 +107,7 @@ class MethodTrial:
 
         Raises:
             TargetError: It failed, or came to no decision.
+            ScriptError: The user's code raised an exception on a rank.
 
         """
         with tempfile.TemporaryDirectory(prefix="commopt-") as folder:
@@ -115,6 +118,8 @@ class MethodTrial:
                 ran = subprocess.run(command, stdout=2, timeout=self.timeout_s, check=False, env=_environment())
             except subprocess.TimeoutExpired:
                 raise TargetError(f"the run did not end within {self.timeout_s:.0f} s") from None
+            if ran.returncode and (fault := _fault(Path(folder))):
+                raise fault
             if ran.returncode:
                 raise TargetError(f"the run failed with exit code {ran.returncode}: see above")
             return _read(path)
@@ -179,11 +184,31 @@ def _read(path: Path) -> ChosenMethod:
     return ChosenMethod(**told)
 
 
+def _fault(folder: Path) -> TargetError | None:
+    """Read what ranks wrote before they ended; what only follows from another rank's fault comes last."""
+    faults = [json.loads(file.read_text()) for file in folder.glob("fault-*.json")]
+    for fault in sorted(faults, key=lambda fault: fault["is_echo"]):
+        return (ScriptError if fault["by_script"] else TargetError)(fault["says"])
+    return None
+
+
+def _trial(order: dict[str, Any]) -> int:
+    """Train in this process; what is wrong with the user's code goes into a file beside the answer."""
+    path = Path(order["path"])
+    try:
+        MethodTrial(**order["trial"])._fit(path)
+    except TargetError as error:
+        echo = error.__cause__ is not None and is_echo(error.__cause__)
+        fault = {"says": str(error), "by_script": isinstance(error, ScriptError), "is_echo": echo}
+        path.with_name(f"fault-{os.getpid()}.json").write_text(json.dumps(fault))
+        return 2
+    return 0
+
+
 def _environment() -> dict[str, str]:
     """Return this process's environment, in which a script beside the caller is found as it was."""
     return os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path[:1], *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 if __name__ == "__main__":
-    _order = json.loads(sys.argv[1])
-    MethodTrial(**_order["trial"])._fit(Path(_order["path"]))
+    sys.exit(_trial(json.loads(sys.argv[1])))

@@ -8,8 +8,9 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, RandomSampler
 
+from lightning_commopt.trials.faults import TargetError
 from lightning_commopt.trials.options import quiet
-from lightning_commopt.trials.target import Setup, Target, TargetError
+from lightning_commopt.trials.target import Setup, Target
 
 __all__ = ["Rebatched", "alone", "batch_size_of", "with_batch_size"]
 

@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +13,15 @@ from unittest import mock
 
 import lightning.pytorch as pl
 
+from lightning_commopt.trials.faults import TargetError, told
 from lightning_commopt.trials.options import trainer_options
 
-__all__ = ["Setup", "Target", "TargetError"]
+__all__ = ["Setup", "Target"]
 
 _RUNS = ("fit", "validate", "test", "predict")
 _CONTRACT = (
     "must return `(trainer, model)` or `(trainer, model, data)`, where `data` is a DataLoader or LightningDataModule"
 )
-
-
-class TargetError(ValueError):
-    """A script has no such function, or it returns something else. The message says what to write."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +48,14 @@ class Setup:
         return {"datamodule" if isinstance(self.data, pl.LightningDataModule) else "train_dataloaders": self.data}
 
     def fit(self) -> None:
-        """Train."""
-        self.trainer.fit(self.model, **self.data_arguments())
+        """Train.
+
+        Raises:
+            ScriptError: The user's code raised an exception.
+
+        """
+        with told("training"):
+            self.trainer.fit(self.model, **self.data_arguments())
 
 
 class Target:
@@ -91,7 +93,7 @@ class Target:
             TargetError: It raises, or returns something else than it should.
 
         """
-        with trainer_options(changes) as given, _told(f"`{self.words}`"), _without_runs(f"`{self.words}`"):
+        with trainer_options(changes) as given, told(f"`{self.words}`"), _without_runs(f"`{self.words}`"):
             made = self._function()
         parts = made if isinstance(made, tuple) else (made,)
         fits = 2 <= len(parts) <= 3 and isinstance(parts[0], pl.Trainer) and isinstance(parts[1], pl.LightningModule)
@@ -103,20 +105,6 @@ class Target:
                 f"`{self.words}` made {len(given)} Trainers: it must make one, by calling `Trainer(...)`."
             )
         return Setup(parts[0], parts[1], parts[2] if len(parts) == 3 else None, given[0])
-
-
-@contextlib.contextmanager
-def _told(whose: str) -> Iterator[None]:
-    """Turn an exception of the user's code into a sentence, below its traceback."""
-    try:
-        yield
-    except TargetError:
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        relative = "relative import" in str(error) and isinstance(error, ImportError)
-        hint = " For a module of a package, write `package.module:make_trainer`." if relative else ""
-        raise TargetError(f"{whose} raised `{type(error).__name__}: {error}`; the traceback is above.{hint}") from error
 
 
 @contextlib.contextmanager
@@ -144,7 +132,7 @@ def _script(place: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    with _told(f"`{place}`"), _without_runs(f"`{place}`"):
+    with told(f"`{place}`"), _without_runs(f"`{place}`"):
         spec.loader.exec_module(module)
     return module
 
@@ -152,9 +140,10 @@ def _script(place: str) -> ModuleType:
 def _module(name: str) -> ModuleType:
     if "" not in sys.path:
         sys.path.insert(0, "")
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and name.startswith(error.name):
+    with told(f"`{name}`"), _without_runs(f"`{name}`"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
             raise TargetError(f"There is no module `{name}`: write `script.py:make_trainer` for a script.") from None
-        raise

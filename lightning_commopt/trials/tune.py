@@ -5,15 +5,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
 from lightning_commopt.trials.accumulation import Shares, shares_of
 from lightning_commopt.trials.batch_size import LargestBatch, largest_batch
+from lightning_commopt.trials.faults import ScriptError, TargetError
 from lightning_commopt.trials.learning_rate import FoundRate, find_rate
 from lightning_commopt.trials.method import ChosenMethod, MethodTrial, is_launched, strategy_for
 from lightning_commopt.trials.one_process import batch_size_of
 from lightning_commopt.trials.options import quiet
-from lightning_commopt.trials.target import Target, TargetError
+from lightning_commopt.trials.target import Target
 
 __all__ = ["Step", "Tuned", "Wanted", "tune"]
 
@@ -98,6 +97,7 @@ def tune(target: Target, wanted: Wanted, tell: Callable[[str], None]) -> Tuned:
 
     Raises:
         TargetError: The function returns something else than it should.
+        ScriptError: The user's code raised an exception.
 
     """
     tuning = _Tuning(target, wanted)
@@ -128,7 +128,9 @@ def _step(name: StepName, wanted: Wanted, find: Callable[[], tuple[str, str]], t
     tell(f"{name} ...")
     try:
         step = Step(name, True, *find())
-    except (TargetError, MisconfigurationException) as error:
+    except ScriptError:
+        raise  # it would end the other steps too
+    except TargetError as error:
         step = Step(name, False, "-", f"not found: {str(error).strip()}")
     tell(f"{name}: {step.value} ({step.why})")
     return step

@@ -53,7 +53,8 @@ class _Travel:
     def after(self, work_ms: float) -> Leg:
         """Return the leg that begins with some work."""
         busy_ms = self.channel.wire_ms(self.nbytes, 0)
-        return Leg(work_ms, busy_ms, self.channel.wire_ms(self.nbytes, self.hops) - busy_ms, self.waited)
+        latency_ms = self.channel.wire_ms(self.nbytes, self.hops) - busy_ms
+        return Leg(work_ms, busy_ms, latency_ms, self.waited, self.nbytes)
 
 
 def bucket_costs(link: Link, plan: Plan) -> list[BucketCost]:

@@ -14,7 +14,10 @@ from lightning_commopt.tuning.measurements import Measurements, Ways
 from lightning_commopt.tuning.policy import AutoPolicy
 from lightning_commopt.tuning.state import AutoState
 
-__all__ = ["Outlook", "evidence_for", "outlook"]
+__all__ = ["MOST_PARAMETERS", "Outlook", "evidence_for", "outlook"]
+
+MOST_PARAMETERS = 10**12
+"""Largest model of an outlook: tensors of more would take all the memory, and time, that a machine has."""
 
 _TENSOR = 1 << 19  # elements of a parameter: a matrix of 1024 x 512
 _STEPS_A_DECADE = 40

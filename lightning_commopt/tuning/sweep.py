@@ -109,29 +109,29 @@ def sweep(control: ControlGroup, group: dist.ProcessGroup, device: torch.device,
         control: Of the same ranks as the group.
         group: The ranks.
         device: Where messages are.
-        sizes: Bytes, ascending; rounded down to what the ranks can divide.
+        sizes: Bytes, ascending; rounded down to what the ranks can divide, and those that are then equal taken once.
 
     """
     found = []
+    world = control.world
+    numels = dict.fromkeys(max(1, size // (4 * world)) * world for size in sizes)
     for name in OPERATIONS:
-        for size in sizes:
-            speed = _timed(control, group, device, name, size)
+        for numel in numels:
+            speed = _timed(control, group, device, name, numel)
             found.append(speed)
             if speed.us * 1e-6 >= _ENOUGH_S:
                 break
     return found
 
 
-def _timed(control: ControlGroup, group: dist.ProcessGroup, device: torch.device, name: str, size: int) -> Speed:
-    world = control.world
-    numel = max(1, size // (4 * world)) * world
+def _timed(control: ControlGroup, group: dist.ProcessGroup, device: torch.device, name: str, numel: int) -> Speed:
     run = OPERATIONS[name].prepared(group, device, numel)
     control.barrier()
     once_s = _loop_s(control, run, device, 2)
     count = max(1, min(_MOST, round(_LOOP_S / max(once_s, 1e-9))))
     seconds = median(_loop_s(control, run, device, count) for _ in range(_LOOPS if once_s < _ENOUGH_S else 1))
     algbw = 4 * numel / seconds / 1e9
-    return Speed(name, 4 * numel, seconds * 1e6, algbw, algbw * OPERATIONS[name].bus_factor(world))
+    return Speed(name, 4 * numel, seconds * 1e6, algbw, algbw * OPERATIONS[name].bus_factor(control.world))
 
 
 def _loop_s(control: ControlGroup, run: Callable[[], object], device: torch.device, count: int) -> float:

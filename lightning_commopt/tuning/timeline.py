@@ -15,6 +15,7 @@ class Leg:
         wire_ms: For which the messages keep the link busy.
         latency_ms: After which they are there.
         waited: Whether nothing else is done until they are there.
+        sent_bytes: Of the messages, that a rank sends.
 
     """
 
@@ -22,6 +23,7 @@ class Leg:
     wire_ms: float = 0.0
     latency_ms: float = 0.0
     waited: bool = False
+    sent_bytes: float = 0.0
 
     @property
     def total_ms(self) -> float:

@@ -43,6 +43,8 @@ def test_selftest_uses_the_ranks_of_torchrun(pool: WorkerPool) -> None:
     ("words", "told"),
     [
         (["--selftest", "--methods", "int9"], "`--methods int9` is no method: choose from none, bf16"),
+        (["--selftest", "--methods", ","], "`--methods ,` names nothing: write words with commas between them"),
+        (["--selftest", "--methods", " "], "`--methods  ` names nothing"),
         (["--selftest", "--processes", "1"], "set `--processes` to 2 or more"),
         (["--selftest", "--processes", "3", "--ranks-per-node", "2"], "must divide the number of ranks, which is 3"),
         (["--selftest", "--timeout", "0"], "must be a number of seconds above 0"),

@@ -11,6 +11,26 @@ pytest.importorskip("jsonargparse")
 
 SMALL = ["plan", "--params", "30M", "--gpus", "4", "--gpus-per-node", "2", "--inter", "10Gbit", "--seq", "128"]
 
+SAID = {
+    "--accelerator": "gpu",
+    "--gpus-per-node": "2",
+    "--gpu-memory": "40GB",
+    "--gpu-memory-bandwidth": "1TB/s",
+    "--tflops": "100",
+    "--mfu": "0.5",
+    "--intra": "100GB/s",
+    "--intra-latency-us": "4",
+    "--layers": "8",
+    "--hidden": "512",
+    "--heads": "8",
+    "--seq": "128",
+    "--vocab": "1000",
+    "--batch-per-gpu": "4",
+    "--precision": "bf16-mixed",
+    "--optimizer": "sgd",
+    "--attention": "flash",
+}
+
 
 def test_it_ranks_and_gives_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(SMALL) == 0
@@ -43,6 +63,21 @@ def test_a_straggler_is_told_from_the_network(capsys: pytest.CaptureFixture[str]
     assert even["waiting_ms"] == 0
     assert row["waiting_ms"] > 0
     assert row["step_ms"] > even["step_ms"]
+
+
+def test_what_nobody_said_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--json"]) == 0
+    assumed = {one["option"]: one["words"] for one in json.loads(capsys.readouterr().out)["assumed"]}
+    assert assumed["--gpu-memory"] == "80 GB of memory a device"
+    assert assumed["--vocab"] == "an output layer of 50257"
+    assert assumed["--tflops"] == "312 TFLOPS a device"
+    assert "--seq" not in assumed
+    assert "--gpus-per-node" not in assumed
+    assert main(SMALL) == 0
+    assert "Assumed, since nothing says otherwise: GPUs (`--accelerator`);" in capsys.readouterr().out
+    words = [f"{option}={value}" for option, value in SAID.items()]
+    assert main(["plan", "--params", "30M", "--gpus", "2", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["assumed"] == []
 
 
 def test_nothing_fits_says_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,6 +126,7 @@ def test_nothing_fits_says_what_would_help(capsys: pytest.CaptureFixture[str]) -
         (["--params", "1e9", "--gpus", "4", "--gpus-per-node", "0"], "`--gpus-per-node=0` must be at least 1"),
         (["--params", "1e9", "--gpus", "four"], "`--gpus`: Expected an int. Got value: four"),
         (["--params", "1e9", "--gpus", "4", "--allow", "int8"], "`--allow int8` is no method of class C: choose from"),
+        (["--params", "1e9", "--gpus", "4", "--allow", ","], "`--allow ,` names nothing: write words with commas"),
         (["--params", "1e9", "--gpus", "4", "--top=-1"], "`--top=-1` must be at least 0"),
         (
             ["--params", "1e9", "--gpus", "4", "--optimizer", "lion"],

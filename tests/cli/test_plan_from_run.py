@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_commopt.callbacks.monitor.averages import RankTimes
 from lightning_commopt.callbacks.monitor.summary import CommSummary
 from lightning_commopt.callbacks.report.content import Measured, ReportContent
 from lightning_commopt.callbacks.report.run_file import write_run
@@ -24,7 +25,16 @@ CODEC = CodecCost(1.0, 1.0, 1.0, 50.0)
 def run(tmp_path: Path) -> Path:
     """A run of two ranks, a host each, under `auto`, which stayed dense."""
     summary = CommSummary(
-        method="none", world_size=2, steps=50, skipped_steps=0, memory_mb=0.0, step_ms=150.0, compute_ms=32.0
+        method="none",
+        world_size=2,
+        steps=50,
+        skipped_steps=0,
+        memory_mb=0.0,
+        step_ms=150.0,
+        compute_ms=32.0,
+        exposed_comm_ms=118.0,
+        waiting_ms=0.0,
+        by_rank=(RankTimes(150.0, 32.0, 118.0, 0.0),) * 2,
     )
     measured = Measured(NUMELS, 4 * sum(NUMELS), 8.0, Link(2, CHANNEL, CHANNEL), PROFILE, (("int8", CODEC),))
     environment = (("ranks", "2 on 2 hosts"), ("devices", "cpu"), ("precision", "32-true"))
@@ -76,6 +86,38 @@ def test_compute_of_another_model_grows_with_its_parameters(run: Path, capsys: p
     assert data["training"]["compute_ms"] == pytest.approx(10 * (PROFILE.forward_ms + PROFILE.backward_ms))  # type: ignore[index]
     assert main(["plan", "--from", str(run), "--params", "20M"]) == 0
     assert "its compute is taken 10 times" in capsys.readouterr().out
+
+
+def test_what_the_run_does_not_tell_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = planned(capsys, "--from", str(run))
+    assumed = data["assumed"]
+    assert isinstance(assumed, list)
+    options = {one["option"] for one in assumed}
+    assert {"--gpu-memory", "--seq", "--vocab", "--layers", "--optimizer"} <= options
+    assert not options & {"--accelerator", "--precision", "--batch-per-gpu", "--tflops", "--inter-latency-us"}
+    assert main(["plan", "--from", str(run)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "80 GB of memory a device (`--gpu-memory`)" in out
+    assert "Warning: these devices are CPU processes, and the numbers of `--gpu-memory`" in out
+    assert main(["plan", "--from", str(run), "--gpu-memory", "8GB", "--gpu-memory-bandwidth", "20GB/s"]) == 0
+    assert "Warning" not in capsys.readouterr().out
+
+
+def test_latency_inside_a_host_is_not_taken_for_that_between_hosts(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.write_text(run.read_text().replace("2 on 2 hosts", "2 on 1 host"))
+    data = planned(capsys, "--from", str(run), "--gpus", "4", "--inter", "1Gbit")
+    cluster = data["cluster"]
+    assert isinstance(cluster, dict)
+    assert cluster["intra_latency_ms"] == pytest.approx(CHANNEL.latency_ms)
+    assert cluster["inter_latency_ms"] == 0.02
+
+
+def test_a_precision_that_a_plan_does_not_know_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run.write_text(run.read_text().replace("32-true", "64-true"))
+    assumed = planned(capsys, "--from", str(run))["assumed"]
+    assert {"option": "--precision", "words": "precision bf16-mixed"} in assumed  # type: ignore[operator]
 
 
 def test_no_run_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,11 @@ def test_every_operation_is_timed_at_every_size(pool: WorkerPool, world: int) ->
         assert speed.busbw_gb_per_s == pytest.approx(factor * speed.algbw_gb_per_s)
 
 
+def test_sizes_that_come_to_the_same_message_are_sent_once(pool: WorkerPool) -> None:
+    speeds = pool.run(swept, 2, [5, 7, 9, 16])[0]
+    assert [(speed.operation, speed.nbytes) for speed in speeds] == [(name, n) for name in OPERATIONS for n in (8, 16)]
+
+
 def each_operation_exchanges() -> None:
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None
@@ -131,6 +136,9 @@ def test_the_command_starts_its_own_ranks(capfd: pytest.CaptureFixture[str]) -> 
         (["--largest=12"], "`--largest` not below it"),
         (["--largest=3parsec"], "`3parsec` is not a size"),
         (["--step-ms=3"], "needs `--params`"),
+        (["--params=0"], "`--params 0` must be at least 1 and at most 1e+12"),
+        (["--params=1e30"], "`--params 1e30` must be at least 1 and at most 1e+12"),
+        (["--largest=1e31B"], "`--largest` must be at most 100 GB"),
         (["--params=1.5"], "`1.5` is not a count"),
     ],
 )

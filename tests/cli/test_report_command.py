@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from lightning_commopt.callbacks import CommSummary, RankTimes
-from lightning_commopt.callbacks.report import ReportContent, names_of, write_run
+from lightning_commopt.callbacks.report import ReportContent, names_of, read_run, write_run
+from lightning_commopt.callbacks.report.content import RecordedSteps
 from lightning_commopt.callbacks.report.history import Interval
+from lightning_commopt.callbacks.report.traffic import GroupTraffic
 from lightning_commopt.cli import main
+from lightning_commopt.measure import Span
 
 pytest.importorskip("jsonargparse")
 
@@ -96,6 +99,52 @@ def test_mistakes(
     assert said in error
     assert error.count("\n") == 1
     assert (folder / "b.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("summary", "compute_ms"), None, "`summary.compute_ms` is missing, though `summary.step_ms` is there."),
+        (("summary", "waiting_ms"), "soon", "`summary.waiting_ms` is 'soon' and not of the type `float`."),
+        (("summary", "step_ms"), 0, "`summary.step_ms` is 0.0 and must be above 0."),
+        (("summary", "by_rank"), [], "`summary.by_rank` is empty, though `summary.step_ms` is there."),
+        (("summary", "by_rank", 1, "step_ms"), "nan", "`summary.by_rank[1].step_ms` is nan and must be finite."),
+        (("summary", "steps"), None, "`summary.steps` is None and not of the type `int`."),
+        (
+            ("intervals", 0, "waiting_ms"),
+            None,
+            "`intervals[0].waiting_ms` is missing, though `intervals[0].compute_ms`",
+        ),
+        (("recorded", "ranks"), [], "`recorded.ranks` is empty."),
+        (("recorded", "ranks", 0, 0, 0), "stop", "`recorded.ranks[0]` has no span of the phase `step`."),
+        (("recorded", "ranks", 0, 0, 1), "inf", "`recorded.ranks[0][0].start_ms` is inf and must be finite."),
+        (("kinds", 0, 0), "letters", "`kinds[0]` is 'letters' and none of payload,"),
+        (("groups", 0, "sent_mb"), "inf", "`groups[0].sent_mb` is inf and must be finite."),
+        (("measured", "samples"), "inf", "`measured.samples` is inf and must be finite."),
+    ],
+)
+def test_a_changed_run_is_told_by_file_and_field(
+    place: tuple[str | int, ...], value: object, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = ReportContent(
+        DDP,
+        (Interval(1, 12, 20.0, 80.0, 0.0),),
+        RecordedSteps(1, ((Span("step", 0.0, 1.0),),) * 2),
+        (("payload", 16.0),),
+        (GroupTraffic("layer", 10, 16.0, 16.0),),
+    )
+    run = tmp_path / "run.json"
+    write_run(run, content)
+    assert read_run(run) == content
+    values = inside = json.loads(run.read_text())
+    for step in place[:-1]:
+        inside = inside[step]
+    inside[place[-1]] = value
+    run.write_text(json.dumps(values))
+    assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"commopt report: `{run}` is a run that was changed or damaged: {said}")
+    assert error.count("\n") == 1
 
 
 def test_names_tell_runs_apart() -> None:

@@ -3,20 +3,27 @@
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, StrategyRegistry
 
-from lightning_commopt import CommOptStrategy
+from lightning_commopt import (
+    CommOptDeepSpeedStrategy,
+    CommOptPipelineStrategy,
+    CommOptShardedStrategy,
+    CommOptStrategy,
+)
 from lightning_commopt.callbacks import LinearLRScaling
 from lightning_commopt.cli import main
-from lightning_commopt.trials import Target, TargetError
+from lightning_commopt.trials import ScriptError, Target, TargetError
 from lightning_commopt.trials.accumulation import Shares, shares_of
 from lightning_commopt.trials.batch_size import largest_batch
+from lightning_commopt.trials.faults import told
 from lightning_commopt.trials.learning_rate import FoundRate, find_rate, steepest
 from lightning_commopt.trials.method import ChosenMethod, MethodTrial, strategy_for
 from lightning_commopt.trials.paste import trainer_code
@@ -55,7 +62,8 @@ def test_options_are_changed_for_the_trainer_of_the_function_alone() -> None:
         (f"{TOY}:make_trainer_alone", r"returned \(Trainer\): it must return `\(trainer, model\)`"),
         (f"{TOY}:make_two", "made 2 Trainers"),
         (f"{TOY}:make_nothing", "has no function `make_nothing`"),
-        (f"{TOY}:make_raising", "raised `ValueError: no data`; the traceback is above"),
+        (f"{TOY}:make_raising", r"make_raising` raised `ValueError: no data` at `\S*trainer_toy.py:\d+`\.$"),
+        (f"{TOY}:make_leaving", r"make_leaving` called `sys.exit\('no data'\)` at `\S*trainer_toy.py:\d+`\.$"),
         (f"{TOY}:make_fitted", "make_fitted` starts a run: put `fit` and the like below `if __name__"),
         (f"{TOY}", "names no function: write `script.py:make_trainer`"),
         ("nowhere.py:make_trainer", "no script `nowhere.py`"),
@@ -240,6 +248,128 @@ def test_code_makes_the_trainer() -> None:
 def test_wrong_usage(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert told in capsys.readouterr().err
+
+
+def tuned_with(strategy: object, method: ChosenMethod | None = None) -> Tuned:
+    return Tuned({"strategy": strategy, "accelerator": "cpu"}, 2, 1, (), None, None, None, method)
+
+
+@pytest.mark.parametrize(
+    ("given", "pasted"),
+    [
+        ("fsdp", "fsdp"),
+        ("commopt_hsdp_int8", "commopt_hsdp_int8"),
+        ("commopt_deepspeed_stage_3", "commopt_deepspeed_stage_3"),
+        (CommOptShardedStrategy(), "commopt_hsdp_bf16"),
+        (CommOptShardedStrategy("int8", wrap=1000), "commopt_hsdp_int8"),
+        (CommOptPipelineStrategy(stages=2, start_method="spawn"), "commopt_pipeline_spawn"),
+        (CommOptStrategy("int4", start_method="fork"), "commopt_int4_fork"),
+        (CommOptStrategy(find_unused_parameters=True), "commopt_find_unused_parameters_true"),
+        (DDPStrategy(), "ddp"),
+        (FSDPStrategy(), "fsdp"),
+    ],
+)
+def test_the_users_own_strategy_stays(given: object, pasted: str) -> None:
+    code = trainer_code(tuned_with(given))
+    assert f'strategy="{pasted}",' in code
+    assert ("besides: the further options of" in code) == (not isinstance(given, str))
+    assert pasted in StrategyRegistry
+    if not isinstance(given, str):
+        assert StrategyRegistry[pasted]["strategy"] is type(given)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stage_of_zero_stays(stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    code = trainer_code(tuned_with(CommOptDeepSpeedStrategy(stage, "int8")))
+    assert f'strategy="commopt_deepspeed_stage_{stage}",' in code
+
+
+def test_a_strategy_without_a_name_is_left_to_the_user() -> None:
+    class Own(FSDPStrategy):
+        """Not known to anybody."""
+
+    code = trainer_code(tuned_with(Own()))
+    assert "strategy=" not in code
+    assert "# as you have it, besides: `strategy`, which has no name: Own" in code
+
+
+@pytest.mark.parametrize(
+    ("given", "pasted"),
+    [
+        ("ddp", "commopt_int8"),
+        ("ddp_find_unused_parameters_true", "commopt_int8_find_unused_parameters_true"),
+        (DDPStrategy(start_method="spawn"), "commopt_int8_spawn"),
+    ],
+)
+def test_a_chosen_method_has_the_users_launcher(given: object, pasted: str) -> None:
+    code = trainer_code(tuned_with(given, ChosenMethod("int8", "", 20, 1.0, 2.0)))
+    assert f'strategy="{pasted}",' in code
+    assert pasted in StrategyRegistry
+
+
+_KEY_ERROR = """training raised `KeyError: 'labels'` at `{script}:{line}`."""
+_EXIT = "training called `sys.exit(3)` at `{script}:{line}`."
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tune", "make_failing"], _KEY_ERROR),
+        (["tune", "make_failing", "--skip-batch", "--json"], _KEY_ERROR),
+        (["tune", "make_failing", "--skip-batch", "--skip-lr"], _KEY_ERROR),  # in processes of its own
+        (["tune", "make_exiting"], _EXIT),
+        (["doctor", "--compare", "make_failing_alone"], _KEY_ERROR),
+        (["doctor", "--compare", "make_exiting"], _EXIT),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`:UserWarning")
+def test_what_a_training_step_raises_is_one_sentence(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place, script = next(i for i, word in enumerate(words) if word.startswith("make_")), os.path.relpath(TOY)
+    fault = 'KeyError("labels")' if said == _KEY_ERROR else "sys.exit(3)"
+    line = next(i for i, text in enumerate(TOY.read_text().splitlines(), 1) if fault in text)
+    assert main([*words[:place], f"{TOY}:{words[place]}", *words[place + 1 :]]) == 2
+    out, error = capfd.readouterr()
+    assert not out
+    assert error.splitlines()[-1] == f"commopt {words[0]}: {said.format(script=script, line=line)}"
+    assert "Traceback" not in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_trial_is_interrupted() -> None:
+    def fit() -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            sys.exit(1)  # as Lightning does
+
+    with pytest.raises(KeyboardInterrupt), told("training"):
+        fit()
+
+
+def test_what_a_worker_of_a_data_loader_raises_is_one_line() -> None:
+    text = "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File\nno"
+    said = r"`ValueError: Caught ValueError in DataLoader worker process 0\. no` at "
+    with pytest.raises(ScriptError, match=said), told("training"):
+        raise ValueError(text)
+
+
+def test_what_lightning_refuses_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "bare.py"
+    script.write_text(
+        "import lightning as L\n\ndef make():\n"
+        "    return L.Trainer(accelerator='cpu', max_epochs=1), L.LightningModule()\n"
+    )
+    assert main(["doctor", "--compare", f"{script}:make"]) == 2
+    assert "No `training_step()` method defined" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "code"), [("make_trainer", 0), ("make_by_rank", 1)])

@@ -1,5 +1,6 @@
 """A user's script: a small classifier, and functions that make a Trainer for it."""
 
+import sys
 from typing import Any
 
 import torch
@@ -53,6 +54,20 @@ class ByRank(Net):
         return super().training_step(batch, batch_idx) * (1 + self.global_rank)
 
 
+class Failing(Net):
+    """A model with a mistake in its step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        raise KeyError("labels")
+
+
+class Exiting(Net):
+    """A model that ends the process."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        sys.exit(3)
+
+
 MADE: list[Net] = []
 
 
@@ -102,3 +117,23 @@ def make_fitted() -> object:
 def make_raising() -> None:
     """What a mistake in a script looks like."""
     raise ValueError("no data")
+
+
+def make_failing() -> tuple[Trainer, Net]:
+    """A run that fails in its first step."""
+    return Trainer(strategy="ddp", accelerator="cpu", devices=2, max_epochs=2), Failing()
+
+
+def make_failing_alone() -> tuple[Trainer, Net]:
+    """The same in one process."""
+    return Trainer(accelerator="cpu", devices=1, max_epochs=2, logger=False), Failing()
+
+
+def make_exiting() -> tuple[Trainer, Net]:
+    """A run that ends the process in its first step."""
+    return Trainer(accelerator="cpu", devices=1, max_epochs=2, logger=False), Exiting()
+
+
+def make_leaving() -> None:
+    """What a script does that looks at its arguments."""
+    sys.exit("no data")

@@ -66,14 +66,14 @@ def test_a_pipeline_takes_what_its_own_simulation_says(name: ScheduleName, trans
     schedule = schedule_named(name, 4, 16)
     stages = [StageCost(1.0 + 0.1 * (stage % 3), 2.0, 1.0) for stage in range(schedule.stages)]
     step = Step()
-    add_copy(step, schedule, stages, lambda source, target: ((), transfer))
+    add_copy(step, schedule, stages, lambda source, target: ((), transfer, 0.0))
     assert run(step.tasks).end == pytest.approx(simulate(schedule, stages, transfer).step, rel=1e-9)
 
 
 def test_four_stages_and_sixteen_microbatches_wait_for_three_nineteenths() -> None:
     """(p - 1) / (m + p - 1), Narayanan et al. (arXiv 2104.04473), section 2.2.1, as part of the whole step."""
     step, schedule = Step(), schedule_named("1f1b", 4, 16)
-    add_copy(step, schedule, [StageCost(1.0, 2.0)] * 4, lambda source, target: ((), 0.0))
+    add_copy(step, schedule, [StageCost(1.0, 2.0)] * 4, lambda source, target: ((), 0.0, 0.0))
     end = run(step.tasks).end
     assert 1 - 16 * 3 / end == pytest.approx(3 / 19) == ideal_bubble("1f1b", 4, 16)
 
