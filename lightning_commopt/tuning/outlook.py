@@ -1,7 +1,9 @@
 """What ``auto`` would choose for a model of some size, by how long the model computes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
 
 import torch
 from torch.nn import Parameter
@@ -19,8 +21,10 @@ __all__ = ["MOST_PARAMETERS", "Outlook", "evidence_for", "outlook"]
 MOST_PARAMETERS = 10**12
 """Largest model of an outlook: tensors of more would take all the memory, and time, that a machine has."""
 
-_TENSOR = 1 << 19  # elements of a parameter: a matrix of 1024 x 512
+_ROWS, _COLUMNS = 1024, 512  # of a parameter
+_MOST_TENSORS = 2000
 _STEPS_A_DECADE = 40
+_STEPS_AT_FIRST = 8
 _MOST_MS = 1e7
 
 
@@ -50,14 +54,16 @@ def evidence_for(
     """Measure links, and codecs where there are parameters to send. A collective.
 
     Args:
-        parameters: Elements that have a gradient, in matrices of 1024 x 512; 0: only the links.
+        parameters: Elements that have a gradient, in matrices of 1024 x 512, or of more columns where these would be
+            very many; 0: only the links.
         control: Agreement between ranks.
         ways: The groups.
         device: Where gradients would be.
 
     """
-    sizes = [_TENSOR] * (parameters // _TENSOR) + [parameters % _TENSOR] * (parameters % _TENSOR > 0)
-    shapes = [(1024, 512) if size == _TENSOR else (1, size) for size in sizes]
+    columns = max(_COLUMNS, parameters // (_ROWS * _MOST_TENSORS))
+    matrices, rest = divmod(parameters, _ROWS * columns)
+    shapes = [(_ROWS, columns)] * matrices + [(1, rest)] * (rest > 0)
     tensors = {f"{i}": Parameter(torch.empty(shape, device="meta")) for i, shape in enumerate(shapes)}
     measurements = Measurements(AutoPolicy(), control, ways, device, tensors, None, lambda: None)
     link = measurements.probe_link()
@@ -78,13 +84,26 @@ def outlook(evidence: Evidence, step_ms: float | None = None) -> list[Outlook]:
     """
     if step_ms is not None:
         return [_chosen(evidence, step_ms)]
-    found = [_chosen(evidence, 0.0)]
-    for ms in _grid():
-        chosen = _chosen(evidence, ms)
-        if chosen.method != found[-1].method:
-            found[-1] = replace(found[-1], to_ms=ms)
-            found.append(chosen)
-    return found
+    times = [0.0, *_grid()]
+    chosen = cache(lambda place: _chosen(evidence, times[place]))
+    looked_at = [*range(0, len(times) - 1, _STEPS_AT_FIRST), len(times) - 1]
+    begins = [0, *(place for ends in pairwise(looked_at) for place in _changes(chosen, *ends))]
+    return [
+        replace(chosen(place), to_ms=None if after is None else times[after])
+        for place, after in zip(begins, [*begins[1:], None], strict=True)
+    ]
+
+
+def _changes(chosen: Callable[[int], Outlook], low: int, high: int) -> Iterator[int]:
+    """Yield the places above ``low`` and up to ``high`` where another method begins; none where the ends agree."""
+    if chosen(low).method == chosen(high).method:
+        return
+    if high - low == 1:
+        yield high
+        return
+    middle = (low + high) // 2
+    yield from _changes(chosen, low, middle)
+    yield from _changes(chosen, middle, high)
 
 
 def _chosen(evidence: Evidence, step_ms: float) -> Outlook:

@@ -109,6 +109,19 @@ def test_the_longer_a_model_computes_the_milder_the_choice() -> None:
         assert within.method == one.method
 
 
+@pytest.mark.parametrize("bytes_per_s", [1.25e6, 12.5e6, 125e6])
+def test_no_change_is_passed_over(bytes_per_s: float) -> None:
+    given = evidence(bytes_per_s)
+    found = outlook(given)
+    for one in found:
+        end = one.to_ms or 10 * one.from_ms
+        a_step_before = max(one.from_ms, end * 10 ** (-1 / 40))
+        for step_ms in (one.from_ms, (one.from_ms + a_step_before) / 2, a_step_before):
+            assert [chosen.method for chosen in outlook(given, step_ms)] == [one.method]
+        if one.to_ms is not None:
+            assert outlook(given, one.to_ms)[0].method != one.method
+
+
 def test_nothing_is_won_on_a_fast_link() -> None:
     assert [one.method for one in outlook(evidence(1e12))][-1] == "none"
     assert [one.method for one in outlook(evidence(1e12), 100.0)] == ["none"]
