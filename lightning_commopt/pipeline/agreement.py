@@ -36,10 +36,11 @@ class BatchAgreement:
         self._seen: dict[str, int] = {}
 
     def agreed(self, batch: Any, kind: str, device: torch.device, groups: PipelineGroups, control: ControlGroup) -> Any:
-        """Return the batch that all ranks of the pipeline have. A collective of all ranks.
+        """Return the batch that all ranks of the pipeline have. A collective of ``control``, with all of its ranks.
 
         Raises:
-            PipelineError: On every rank, naming the ranks that have another one than the first of their pipeline.
+            PipelineError: On every rank of ``control``, naming the ranks that have another one than the first of
+                their pipeline.
 
         """
         if self.policy == "broadcast":
@@ -48,8 +49,10 @@ class BatchAgreement:
         seen = self._seen[kind] = self._seen.get(kind, -1) + 1
         if seen >= _FIRST and seen % _EVERY:
             return batch
-        digests = control.all_gather(_digest(batch))
+        digests = dict(zip(control.members, control.all_gather(_digest(batch)), strict=True))
         for copy in groups.copies:
+            if copy[0] not in digests:
+                continue
             other = [rank for rank in copy if digests[rank] != digests[copy[0]]]
             if other:
                 raise PipelineError(

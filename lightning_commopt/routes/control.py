@@ -33,6 +33,11 @@ class ControlGroup:
         self.rank = dist.get_rank(self.group)
         self.world = dist.get_world_size(self.group)
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Their ranks in the run, by rank in the group."""
+        return tuple(dist.get_process_group_ranks(self.group))
+
     def all_gather(self, value: T) -> list[T]:
         """Return every rank's value, by rank."""
         values: list[T | None] = [None] * self.world

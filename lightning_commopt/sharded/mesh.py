@@ -26,7 +26,7 @@ class HybridMesh(ModelParallelStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._replica_control: tuple[object, ControlGroup] | None = None
+        self._controls: tuple[object, ControlGroup, ControlGroup] | None = None
 
     def _shard_size(self) -> int:
         """Ranks over which parameters are sharded; the process group exists."""
@@ -76,11 +76,20 @@ class HybridMesh(ModelParallelStrategy):
     @property
     def _replicas_control(self) -> ControlGroup:
         """The control group of the ranks with this rank's shard."""
-        world = dist.group.WORLD
-        if self._replica_control is None or self._replica_control[0] is not world:
-            parts = self.device_mesh.mesh.t().tolist()
-            self._replica_control = (world, ControlGroup(self._timeout, parts))
-        return self._replica_control[1]
+        return self._control_groups()[0]
+
+    @property
+    def _shards_control(self) -> ControlGroup:
+        """The control group of the ranks of this rank's replica."""
+        return self._control_groups()[1]
+
+    def _control_groups(self) -> tuple[ControlGroup, ControlGroup]:
+        """Return both, made once for each default process group. A collective."""
+        world, mesh = dist.group.WORLD, self.device_mesh.mesh
+        if self._controls is None or self._controls[0] is not world:
+            replicas, shards = (ControlGroup(self._timeout, parts.tolist()) for parts in (mesh.t(), mesh))
+            self._controls = (world, replicas, shards)
+        return self._controls[1:]
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -121,4 +130,4 @@ class HybridMesh(ModelParallelStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | dict.fromkeys(("_device_mesh", "_replica_control"))
+        return super().__getstate__() | dict.fromkeys(("_device_mesh", "_controls"))

@@ -95,8 +95,8 @@ class CommOptStrategy(FailTogetherDDP):
 
     """
 
-    _lockstep: ClassVar[bool] = False
-    """Whether a forward is a collective."""
+    _joins: ClassVar[bool] = True
+    """Whether `uneven="join"` is possible."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class CommOptStrategy(FailTogetherDDP):
         self.stall_timeout = stall_timeout
         check_options(self, start_step, nonfinite, residuals)
         self._short_window = ShortWindow(true_mean)
-        self._uneven = UnevenBatches(uneven, joins=not self._lockstep, lockstep=self._lockstep)
+        self._uneven = UnevenBatches(uneven, joins=self._joins)
         self._checkpoint = ResidualCheckpoint(residuals, self._signature())
         self._auto = None if self._policy is None else Auto(self, self._policy, propagates=nonfinite == "propagate")
         self._wrapped: Trainable | None = None  # the parameters that DDP exchanges

@@ -111,7 +111,7 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
         self.residuals = (bits < 8 if residuals is None else residuals) and self.compression.error_feedback
         check_timeout(self._timeout)
         self.stall_timeout = stall_timeout
-        self._uneven = UnevenBatches(uneven, joins=False, lockstep=self.stage == 3)
+        self._uneven = UnevenBatches(uneven, joins=False)
         self._exchange: ZeroExchange | None = None
         self._backend: GradientBackend | None = None
 
@@ -190,7 +190,7 @@ class CommOptDeepSpeedStrategy(FailTogether, AnyDeviceDeepSpeed):
             check_module(self.lightning_module, self.compression)
         remove_hooks(self.lightning_module)
         if self.world_size > 1:
-            self._uneven.attach(trainer, self._control)
+            self._uneven.attach(trainer, self._control, self._control if self.stage == 3 else None)
         super().setup(trainer)
         note_hooks(self.lightning_module, self.deepspeed_engine)
         if not fitting:

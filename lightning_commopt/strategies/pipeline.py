@@ -31,7 +31,7 @@ from lightning_commopt.pipeline.precision import StagedPrecision
 from lightning_commopt.pipeline.staged import StagedModel
 from lightning_commopt.pipeline.state import OptimizerNames
 from lightning_commopt.pipeline.tensor_parallel import PLANS, TensorParallelPlan
-from lightning_commopt.routes import GradientPath, PinnedDDP
+from lightning_commopt.routes import ControlGroup, GradientPath, PinnedDDP
 from lightning_commopt.strategies.pipeline_checkpoint import PipelineCheckpoint
 from lightning_commopt.strategies.pipeline_options import (
     Activations,
@@ -89,7 +89,7 @@ class CommOptPipelineStrategy(PipelineCheckpoint):
 
     """
 
-    _lockstep: ClassVar[bool] = True
+    _joins: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class CommOptPipelineStrategy(PipelineCheckpoint):
         if self._plan is not None:
             check_plan(module, self._blocks, self._plan, self.tensor_parallel)
         if self.world_size > 1:
-            self._uneven.attach(trainer, self._control)
+            self._uneven.attach(trainer, self._control, self._groups_of_pipeline.copy_control)
             self._control.compare(fingerprint(self, module) | pipeline_fingerprint(self))
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(module)
@@ -283,7 +283,7 @@ class CommOptPipelineStrategy(PipelineCheckpoint):
         assert module is not None
         if self.watch is not None:
             self.watch.enter(Phase.TRAINING_STEP)
-        batch, extra = self._agreed("training_step", args, kwargs)
+        batch, extra = self._agreed("training_step", args, kwargs, self._control)
         self._prepare("training_step", batch, extra)
         if isinstance(self.model, DistributedDataParallel):
             output = self._forward_redirection(self.model, module, _STEP, batch, *extra)
@@ -344,7 +344,8 @@ class CommOptPipelineStrategy(PipelineCheckpoint):
         raise_together(path, self._groups_of_pipeline.copy_control, self._control)
 
     def _evaluate(self, method: str, args: Any, kwargs: Any) -> Any:
-        batch, extra = self._agreed(method, args, kwargs)
+        copy = self._groups_of_pipeline.copy_control  # other copies may evaluate more batches
+        batch, extra = self._agreed(method, args, kwargs, copy)
         return self._prepare(method, batch, extra).evaluate(method, batch, extra)
 
     @override
@@ -359,13 +360,13 @@ class CommOptPipelineStrategy(PipelineCheckpoint):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("predict_step", args, kwargs)
 
-    def _agreed(self, method: str, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
+    def _agreed(self, method: str, args: Any, kwargs: Any, control: ControlGroup) -> tuple[Any, tuple[Any, ...]]:
         """Return the batch, the same on all ranks of a pipeline, and the other arguments of a step."""
         given = (*args, *kwargs.values())
         if not given:
             raise PipelineError(f"`{method}` takes no batch: a pipeline needs one to cut into microbatches.")
         grid = self._groups_of_pipeline
-        return self._batches.agreed(given[0], method, self.root_device, grid, self._control), given[1:]
+        return self._batches.agreed(given[0], method, self.root_device, grid, control), given[1:]
 
     # ---- what happened --------------------------------------------------------------------------------------------
 

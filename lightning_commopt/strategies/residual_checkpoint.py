@@ -83,7 +83,6 @@ class ResidualCheckpoint:
             "policy": policy,
             "applied_steps": path.applied_steps,
             "rounds": path.rounds,
-            "shadow": path.shadow,
         }
 
     def sweep(self, path: str, save_id: str) -> None:
@@ -108,8 +107,6 @@ class ResidualCheckpoint:
             rank_zero_warn("The checkpoint was written without this strategy: residuals start at zero.")
             return
         path.resume(entry["rounds"], entry["applied_steps"])
-        if entry.get("shadow"):
-            path.keep_shadow()
         if not path.keeps_residuals:
             _say_dropped(entry, f"method `{path.method.name}` keeps none")
             return

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Module
@@ -24,6 +25,7 @@ from lightning_commopt.sharded.codecs import GATHER, SCATTER, check_inside, code
 from lightning_commopt.sharded.old_references import OldReferences
 from lightning_commopt.sharded.parameters import begin_alike, sharded_modules
 from lightning_commopt.sharded.toggles import Toggles
+from lightning_commopt.sharded.unstepped import filled_in, forget_states, unstepped_names
 from lightning_commopt.sharded.wrap import (
     announce_backward,
     explain_uncalled,
@@ -37,7 +39,7 @@ from lightning_commopt.strategies.nccl import NcclOptions, nccl_variables, set_n
 from lightning_commopt.strategies.nonfinite import Nonfinite, raise_named
 from lightning_commopt.strategies.other_lightning import import_hint
 from lightning_commopt.strategies.preflight import check_devices, check_optimizers, device_name, warn_of_mixed_devices
-from lightning_commopt.strategies.residual_checkpoint import ResidualCheckpoint, ResidualPolicy
+from lightning_commopt.strategies.residual_checkpoint import KEY, ResidualCheckpoint, ResidualPolicy
 from lightning_commopt.strategies.sharded_checks import (
     check_callbacks,
     check_groups,
@@ -53,6 +55,9 @@ from lightning_commopt.strategies.told_step import told_step
 from lightning_commopt.uneven import UnevenBatches
 
 __all__ = ["CommOptShardedStrategy"]
+
+_UNSTEPPED = "commopt_unstepped"
+"""Key of a checkpoint: by optimizer, the parameters that no step has reached."""
 
 
 class CommOptShardedStrategy(FailTogether, HybridMesh):
@@ -138,7 +143,7 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         self.stall_timeout = stall_timeout
         check_sharded_options(self, start_step, nonfinite, residuals)
         self._short_window = ShortWindow(true_mean)
-        self._uneven = UnevenBatches(uneven, joins=False, lockstep=True)
+        self._uneven = UnevenBatches(uneven, joins=False)
         inside = "" if self.shard_scatter is None else f", inside nodes {self.shard_scatter!r}"
         self._checkpoint = ResidualCheckpoint(residuals, f"{self.compression!r}{inside}")
         self._path: ShardedPath | None = None
@@ -173,7 +178,7 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
             check_callbacks(trainer)
             self._path = self._steps = self._inside = None
         if self.world_size > 1:
-            self._uneven.attach(trainer, self._control)
+            self._uneven.attach(trainer, self._control, self._shards_control)
         self._reshard()
         module = self.lightning_module
         assert module is not None
@@ -317,6 +322,12 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        own = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        with filled_in(own):
+            return super().optimizer_state(own)
+
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: "str | Path", storage_options: Any = None) -> None:
         """Add the residuals to a checkpoint that can be resumed from; plain Lightning ignores them."""
         written = None
@@ -325,6 +336,9 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
             self._checkpoint.leave_out(checkpoint, self._path)
         elif self._path is not None and "optimizer_states" in checkpoint:
             written = self._checkpoint.add(checkpoint, str(filepath), self._path, self._control, self.checkpoint_io)
+            checkpoint[KEY]["shadow"] = self._path.shadow
+        if "optimizer_states" in checkpoint:
+            checkpoint[_UNSTEPPED] = [unstepped_names(self.lightning_module, own) for own in self.optimizers]
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if written is not None and self.is_global_zero:
             self._checkpoint.sweep(*written)
@@ -335,11 +349,15 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
+        for optimizer, names in zip(self.optimizers, checkpoint.get(_UNSTEPPED, []), strict=False):
+            forget_states(self.lightning_module, optimizer, names)
         self._checkpoint.remember(str(checkpoint_path), checkpoint)
         if self._path is None:
             self._checkpoint.forget()
         else:
             self._checkpoint.restore(self._path, self._control, self.checkpoint_io)
+            if checkpoint.get(KEY, {}).get("shadow"):
+                self._path.keep_shadow()
         return checkpoint
 
     @override

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_commopt.routes import ControlGroup
 from lightning_commopt.uneven.after_loading import LoopPatches, empty_loaders_allowed
 from lightning_commopt.uneven.counts import Count, Told, Uneven
-from lightning_commopt.uneven.evaluation import EvaluationCounts, LockstepEvaluation
+from lightning_commopt.uneven.evaluation import EvaluationCounts
 from lightning_commopt.uneven.fetcher import SizedFetcher, UnsizedFetcher
 from lightning_commopt.uneven.joined_loss import JoinedLoss, refuse_synced_batch_norm
 
@@ -31,32 +31,32 @@ class UnevenBatches:
     Args:
         policy: ``"error"``, ``"trim"`` or ``"join"``.
         joins: Whether a rank that has ended can go on with weight 0, which takes DDP.
-        lockstep: Whether a forward is a collective, as that of a sharded model: then evaluation, too, must have as many
-            batches on all ranks.
 
     Raises:
         ValueError: For another policy, or one that is not possible.
 
     """
 
-    def __init__(self, policy: Uneven, *, joins: bool = True, lockstep: bool = False) -> None:
+    def __init__(self, policy: Uneven, *, joins: bool = True) -> None:
         known = get_args(Uneven) if joins else ("error", "trim")
         if policy not in known:
             why = " is possible under DDP alone: it" if policy == "join" else ""
             raise ValueError(f"`uneven={policy!r}`{why} must be one of {', '.join(map(repr, known))}.")
         self.policy: Uneven = policy
-        self.joins, self.lockstep = joins, lockstep
+        self.joins = joins
         self._told = Told(joins=joins)
         self._patches = LoopPatches()
         self._control: ControlGroup | None = None
         self._joined: JoinedLoss | None = None
 
-    def attach(self, trainer: "pl.Trainer", control: ControlGroup) -> None:
+    def attach(self, trainer: "pl.Trainer", control: ControlGroup, forward: ControlGroup | None = None) -> None:
         """Agree from now on whenever the Trainer loads data.
 
         Args:
             trainer: At the beginning of the strategy's set-up.
             control: Agreement between ranks; there are at least two.
+            forward: Those with which this rank runs each forward together, since they share a model: evaluation, too,
+                must have as many batches on all of them. None: it runs them alone.
 
         """
         self.detach()
@@ -68,12 +68,10 @@ class UnevenBatches:
             TrainerFn.PREDICTING: (trainer.predict_loop, "predict"),
         }
         loop, stage = evaluation.get(trainer.state.fn, (None, ""))
-        if loop is not None and self.lockstep:
-            together = LockstepEvaluation(loop, control, self.policy, stage)
-            self._patches.wrap(loop, together.around_setup)
-            self._patches.wrap(loop, together.around_reset, "reset")
-        elif loop is not None and stage != "predict":
-            self._patches.wrap(loop, EvaluationCounts(loop, control).around)
+        if loop is not None:
+            counts = EvaluationCounts(loop, stage, control, forward, self.policy)
+            self._patches.wrap(loop, counts.around_setup)
+            self._patches.wrap(loop, counts.around_reset, "reset")
         if trainer.state.fn == TrainerFn.FITTING:
             self._joined = JoinedLoss() if self.policy == "join" else None
             self._patches.wrap(trainer.fit_loop, lambda setup_data: self._load(trainer, control, setup_data))
@@ -128,7 +126,7 @@ class UnevenBatches:
 
     def __reduce__(self) -> tuple[Callable[..., "UnevenBatches"], tuple[Uneven]]:
         """A copy, in another process or not, begins unattached."""
-        return partial(type(self), joins=self.joins, lockstep=self.lockstep), (self.policy,)
+        return partial(type(self), joins=self.joins), (self.policy,)
 
     # ---- agreement ------------------------------------------------------------------------------------------------
 

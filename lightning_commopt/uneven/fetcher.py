@@ -179,14 +179,14 @@ class UnsizedFetcher(AgreedFetcher):
         """Refuse ranks that have no batch, unless they ended before and may repeat one."""
         if self.fetched > 0 and self._policy == "join":
             return
-        missing = [rank for rank, has in enumerate(self._control.all_gather(has)) if not has]
+        missing = self._without(has)
         raise ValueError(self._told.ended(missing, self.fetched) if self.fetched else self._told.none(missing))
 
     def _some_end(self, has_more: bool) -> None:
         """Refuse that some ranks end with this batch and others do not, or say it once."""
         if self._said:
             return
-        ended = [rank for rank, more in enumerate(self._control.all_gather(has_more)) if not more]
+        ended = self._without(has_more)
         batches = self.fetched + 1
         if self._policy == "error":
             raise ValueError(self._told.ended(ended, batches))
@@ -194,3 +194,7 @@ class UnsizedFetcher(AgreedFetcher):
         what = "every rank stops there" if self._policy == "trim" else "they repeat their last one with weight 0"
         which = f"{self._told.stage} batches of rank(s) {ended}"
         rank_zero_info(f"commopt: the {which} end after {batches} while others go on: {what}.")
+
+    def _without(self, has: bool) -> list[int]:
+        """Return the ranks that do not have it."""
+        return [rank for rank, has in zip(self._control.members, self._control.all_gather(has), strict=True) if not has]

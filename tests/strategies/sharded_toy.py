@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from lightning_commopt import CommOptShardedStrategy, CommStats
 from tests.pool import trainer
-from tests.strategies.toy import Regression, loader
+from tests.strategies.toy import Batch, Regression, loader
 
-__all__ = ["OwnSharding", "ShardedFit", "fit_sharded", "sharded", "whole"]
+__all__ = ["Idle", "OwnSharding", "ShardedFit", "fit_sharded", "sharded", "whole"]
 
 
 class OwnSharding(Regression):
@@ -43,6 +43,32 @@ class OwnSharding(Regression):
             fully_shard(layer, mesh=mesh, mp_policy=policy)  # type: ignore[arg-type]
         if self.wrong != "parameter":
             fully_shard(self.layers, mesh=mesh, mp_policy=policy)  # type: ignore[arg-type]
+
+
+class Idle(Regression):
+    """Never uses one layer, and another only now and then; all weights decay.
+
+    In all batches that are ``0`` modulo ``every`` the other one is used: by all ranks, or by the ``rank`` given.
+    """
+
+    every, rank = 2, -1
+
+    def __init__(self, optimizer: str = "adamw", **options: Any) -> None:
+        super().__init__(optimizer, **options)
+        self.never = nn.Linear(50, 50)
+        self.sometimes = nn.Linear(40, 60)
+
+    @override
+    def loss(self, batch: Batch) -> Tensor:
+        loss = super().loss(batch)
+        used = len(self.losses) % self.every == 0 and self.rank in (-1, self.global_rank)
+        return loss + 0.1 * self.sometimes(batch[0]).square().mean() if used else loss
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(self.parameters(), 3e-3, weight_decay=0.5)
+        return torch.optim.SGD(self.parameters(), 0.5, momentum=0.9, weight_decay=0.1)
 
 
 @dataclass

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_commopt import Int4, Int8, PowerSGD
+from lightning_commopt import Int4, Int8, PowerSGD, TopK
 from lightning_commopt.strategies import residual_checkpoint
 from tests.pool import WorkerPool, trainer
-from tests.strategies.sharded_toy import fit_sharded, sharded, whole
-from tests.strategies.toy import Regression, batches, loader, same_bits, state_of, tensors_of
+from tests.strategies.sharded_toy import Idle, fit_sharded, sharded, whole
+from tests.strategies.toy import Batch, Regression, batches, loader, same_bits, state_of, tensors_of
 
 pytestmark = pytest.mark.runs("commopt_hsdp", "checkpoints and resume")
 
@@ -59,15 +59,20 @@ INSIDE = {"shard_gather": Int8(stochastic=True), "shard_scatter": Int8(stochasti
 
 
 def stop_and_go(
-    path: Path, shards: bool, files: bool, options: dict[str, Any], resumed_options: dict[str, Any]
+    path: Path,
+    shards: bool,
+    files: bool,
+    options: dict[str, Any],
+    resumed_options: dict[str, Any],
+    model: type[Regression] = Regression,
 ) -> tuple[Any, ...]:
     """Two epochs at once; and the second one alone, in another model."""
     save, start = SaveAfterFirstEpoch(path, files), StateAtStart()
     data = batches(STEPS)
     strategy = sharded(save_distributed_checkpoint=shards, **options)
-    through = fit_sharded(strategy, Regression(), data, max_epochs=2, callbacks=[save])
+    through = fit_sharded(strategy, model(), data, max_epochs=2, callbacks=[save])
     strategy = sharded(save_distributed_checkpoint=shards, **resumed_options)
-    resumed = fit_sharded(strategy, Regression(seed=1), data, path, max_epochs=2, callbacks=[start])
+    resumed = fit_sharded(strategy, model(seed=1), data, path, max_epochs=2, callbacks=[start])
     return through, resumed, save.state, start.state
 
 
@@ -96,6 +101,38 @@ def test_resumed_is_never_stopped(
     if method == "int8":
         for kind in ["first"] + ["scatter"] * bool(inside):
             assert not same_bits(ranks[0][2][kind], ranks[2][2][kind]), "each rank has residuals of its own"
+
+
+class Later(Idle):
+    """The layer that is never used is used after the first epoch; AdamW counts its steps from there."""
+
+    @override
+    def loss(self, batch: Batch) -> Tensor:
+        loss = super().loss(batch)
+        return loss + self.never(batch[0].repeat(1, 2)[:, :50]).square().mean() if self.current_epoch else loss
+
+
+class LaterWithMomentum(Later):
+    """The same with momentum and dampening, which a first step does without."""
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9, dampening=0.5, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("shards", [True, False])
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [(Idle, "none"), (Later, "none"), (LaterWithMomentum, "none"), (Later, "int8"), (Idle, TopK(density=0.1))],
+)
+def test_unused_parameters_resume_as_well(
+    pool: WorkerPool, tmp_path: Path, model: type[Idle], method: Any, shards: bool
+) -> None:
+    options = {"method": method}
+    path = tmp_path / "a.ckpt"
+    for through, resumed, *_ in pool.run(stop_and_go, 4, path, shards, False, options, options, model, **NODES):
+        assert resumed.steps == through.steps == 2 * STEPS
+        assert torch.equal(resumed.parameters, through.parameters)
 
 
 def mean_residual(states: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -132,11 +169,11 @@ def test_what_residuals_mean_is_kept(
         assert not torch.equal(resumed.parameters, through.parameters)
 
 
-def in_one_process(path: Path) -> tuple[Tensor, Tensor, list[Tensor]]:
+def in_one_process(path: Path, kind: type[Regression]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Resume an ordinary Trainer from the file, for no further epoch and for one."""
     fitted = []
     for epochs in (1, 2):
-        model = Regression(seed=1)
+        model = kind(seed=1)
         fitter = trainer(1, "auto", max_epochs=epochs, use_distributed_sampler=False)
         fitter.fit(model, loader(batches(STEPS)), ckpt_path=path, weights_only=False)
         fitted.append(whole(model))
@@ -144,16 +181,19 @@ def in_one_process(path: Path) -> tuple[Tensor, Tensor, list[Tensor]]:
     return fitted[0], fitted[1], [states[i]["step"] for i in states]
 
 
-def test_one_file_is_an_ordinary_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Regression, Idle])
+def test_one_file_is_an_ordinary_checkpoint(pool: WorkerPool, tmp_path: Path, kind: type[Regression]) -> None:
     path = tmp_path / "a.ckpt"
-    through = pool.run(first_epoch, 4, path, **NODES)[0]
-    loaded, trained, steps = pool.run(in_one_process, 1, path)[0]
+    through = pool.run(first_epoch, 4, path, kind, **NODES)[0]
+    loaded, trained, steps = pool.run(in_one_process, 1, path, kind)[0]
     assert torch.equal(loaded, through)
     assert not torch.equal(trained, through)
-    assert all(int(step) == 2 * STEPS for step in steps), "the optimizer state was loaded, too"
+    assert {int(step) for step in steps} == ({2 * STEPS} if kind is Regression else {0, STEPS, 2 * STEPS}), (
+        "the optimizer state was loaded, too"
+    )
 
 
-def first_epoch(path: Path) -> Tensor:
+def first_epoch(path: Path, kind: type[Regression]) -> Tensor:
     save = SaveAfterFirstEpoch(path, False)
     strategy = sharded("int8", save_distributed_checkpoint=False)
-    return fit_sharded(strategy, Regression(), batches(STEPS), callbacks=[save]).parameters
+    return fit_sharded(strategy, kind(), batches(STEPS), callbacks=[save]).parameters

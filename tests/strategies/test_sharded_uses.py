@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_commopt import TopK
 from tests.pool import WorkerFailure, WorkerPool
-from tests.strategies.sharded_toy import ShardedFit, fit_sharded, sharded
+from tests.strategies.sharded_toy import Idle, ShardedFit, fit_sharded, sharded
 from tests.strategies.toy import Batch, Regression, batches, distance
 
 pytestmark = pytest.mark.runs("commopt_hsdp", "training, methods")
@@ -112,32 +112,6 @@ def test_it_is_as_under_ddp(
     for place, _ in enumerate(methods, 1):
         assert distance(ranks[0][place].parameters, expected) < 0.01
         assert all(torch.equal(rank[place].parameters, ranks[0][place].parameters) for rank in ranks)
-
-
-class Idle(Regression):
-    """Never uses one layer, and another only now and then; all weights decay.
-
-    In all batches that are ``0`` modulo ``every`` the other one is used: by all ranks, or by the ``rank`` given.
-    """
-
-    every, rank = 2, -1
-
-    def __init__(self, optimizer: str) -> None:
-        super().__init__(optimizer)
-        self.never = nn.Linear(50, 50)
-        self.sometimes = nn.Linear(40, 60)
-
-    @override
-    def loss(self, batch: Batch) -> Tensor:
-        loss = super().loss(batch)
-        used = len(self.losses) % self.every == 0 and self.rank in (-1, self.global_rank)
-        return loss + 0.1 * self.sometimes(batch[0]).square().mean() if used else loss
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.optimizer == "adamw":
-            return torch.optim.AdamW(self.parameters(), 3e-3, weight_decay=0.5)
-        return torch.optim.SGD(self.parameters(), 0.5, momentum=0.9, weight_decay=0.1)
 
 
 class IdleButOnOneRank(Idle):

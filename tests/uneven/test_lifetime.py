@@ -162,8 +162,8 @@ def warnings_of_evaluation(counts: tuple[int, ...]) -> dict[str, list[str]]:
 def test_uneven_evaluation_is_said_once(pool: WorkerPool) -> None:
     first, *others = pool.run(warnings_of_evaluation, 2, (2, 3))
     assert [len(texts) for texts in first.values()] == [1, 1, 1]
-    assert "numbers of val batches, by rank: [[1, 2], [1, 3]]" in first["fit"][0]
-    assert "numbers of val batches, by rank: [[2], [3]]" in first["validate"][0]
+    assert "numbers of validation batches, by rank: [[1, 2], [1, 3]]" in first["fit"][0]
+    assert "numbers of validation batches, by rank: [[2], [3]]" in first["validate"][0]
     assert "numbers of test batches, by rank: [[2], [3]]" in first["test"][0]
     assert [other == {"fit": [], "validate": [], "test": []} for other in others] == [True]
     even = pool.run(warnings_of_evaluation, 2, (2, 2))

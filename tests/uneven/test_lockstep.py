@@ -83,9 +83,10 @@ def strategy_of(kind: str, policy: str) -> Strategy:
     return CommOptPipelineStrategy(stages=2, uneven=policy)
 
 
-def everywhere(kind: str, policy: str, counts: Sequence[int], wheres: Sequence[str]) -> dict[tuple[str, bool], Any]:
+def everywhere(
+    run: Callable[..., Any], kind: str, policy: str, counts: Sequence[int], wheres: Sequence[str]
+) -> dict[tuple[str, bool], Any]:
     """What happens in each place, with a length and without."""
-    run: Callable[..., Any] = partial(error_of, evaluated) if policy == "error" else evaluated
     nodes = {"num_nodes": 2} if kind == "hsdp" else {}
     return {
         (where, sized): run(strategy_of(kind, policy), where, counts, sized, **nodes)
@@ -95,7 +96,7 @@ def everywhere(kind: str, policy: str, counts: Sequence[int], wheres: Sequence[s
 
 
 CASES = [
-    pytest.param("hsdp", (2, 3, 3, 3), WHERE, TWO_BY_TWO, marks=HSDP),
+    pytest.param("hsdp", (2, 3, 3, 2), WHERE, TWO_BY_TWO, marks=HSDP),
     pytest.param("zero", (3, 2), ("validation", "fit"), {"timeout": 90.0}, marks=ZERO),
     pytest.param("pipeline", (2, 3), ("test", "fit"), {"timeout": 60.0}, marks=PIPELINE),
 ]
@@ -105,13 +106,16 @@ CASES = [
 def test_uneven_evaluation_is_refused(
     pool: WorkerPool, kind: str, counts: tuple[int, ...], wheres: tuple[str, ...], options: dict[str, Any]
 ) -> None:
-    for texts in pool.run(everywhere, len(counts), kind, "error", counts, wheres, **options):
+    run = partial(error_of, evaluated)
+    for rank, texts in enumerate(pool.run(everywhere, len(counts), run, kind, "error", counts, wheres, **options)):
+        together = range(rank // 2 * 2, rank // 2 * 2 + 2)
+        ended = [other for other in together if counts[other] == 2]
         for (where, sized), text in texts.items():
             stage = "validation" if where == "fit" else where
             if sized:
                 told = f"ValueError: Ranks have different numbers of {stage} batches, by rank: {[[n] for n in counts]}."
             else:
-                told = f"ValueError: The {stage} batches of rank(s) [{counts.index(2)}] end after 2, other ranks have"
+                told = f"ValueError: The {stage} batches of rank(s) {ended} end after 2, other ranks have"
             assert told in text
             assert "choose `uneven='trim'` (every rank stops after the shortest)." in text
 
@@ -120,13 +124,13 @@ def test_uneven_evaluation_is_refused(
 def test_uneven_evaluation_is_trimmed(
     pool: WorkerPool, kind: str, counts: tuple[int, ...], wheres: tuple[str, ...], options: dict[str, Any]
 ) -> None:
-    for ran in pool.run(everywhere, len(counts), kind, "trim", counts, wheres, **options):
+    for ran in pool.run(everywhere, len(counts), evaluated, kind, "trim", counts, wheres, **options):
         assert set(ran.values()) == {2}
 
 
 def empty(policy: str) -> list[str]:
-    """One rank has nothing to evaluate."""
-    counts = (2, 2, 0, 2)
+    """One rank of each node has nothing to evaluate."""
+    counts = (2, 0, 2, 0)
     return [
         error_of(evaluated, strategy_of("hsdp", policy), "test", counts, sized, num_nodes=2) for sized in (True, False)
     ]
@@ -135,5 +139,14 @@ def empty(policy: str) -> list[str]:
 @HSDP
 @pytest.mark.parametrize("policy", ["error", "trim"])
 def test_a_rank_without_batches_is_named(pool: WorkerPool, policy: str) -> None:
-    for texts in pool.run(empty, 4, policy, **TWO_BY_TWO):
-        assert all("Rank(s) [2] have no test batch, while other ranks have" in text for text in texts)
+    for rank, (sized, unsized) in enumerate(pool.run(empty, 4, policy, **TWO_BY_TWO)):
+        assert "Rank(s) [1, 3] have no test batch, while other ranks have" in sized
+        assert f"Rank(s) [{rank // 2 * 2 + 1}] have no test batch, while other ranks have" in unsized
+
+
+@pytest.mark.parametrize("kind", [pytest.param("hsdp", marks=HSDP), pytest.param("pipeline", marks=PIPELINE)])
+def test_replicas_may_evaluate_different_numbers(pool: WorkerPool, kind: str) -> None:
+    options = TWO_BY_TWO if kind == "hsdp" else {"timeout": 60.0}
+    ranks = pool.run(everywhere, 4, evaluated, kind, "error", (2, 2, 3, 3), ("test", "predict", "fit"), **options)
+    for ran, count in zip(ranks, (2, 2, 3, 3), strict=True):
+        assert set(ran.values()) == {count}
