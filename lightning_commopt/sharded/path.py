@@ -290,6 +290,8 @@ class ShardedPath(GradientPath):
         """Go on with the parameters that are trained now, if they are others."""
         trainable = self.groups.trainable
         if trainable.keys() != self.parameters.keys():
+            for parameter in self.groups.parameters.values():
+                parameter.flag_to_step()  # FSDP2 does so where it gathers, but not for a group that is not used
             self.follow(cast(Mapping[str, Parameter], trainable))
             self.inside.follow()
 

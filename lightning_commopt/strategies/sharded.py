@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Module
@@ -17,15 +15,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commopt.compression import Compression, Uncompressed, method_named
-from lightning_commopt.failure import FailTogether
 from lightning_commopt.measure import CommStats
 from lightning_commopt.routes import Hierarchy, discover
-from lightning_commopt.sharded import HybridMesh, InsideNode, ShardedPath, ShardGroups, Wrap
+from lightning_commopt.sharded import InsideNode, ShardedPath, ShardGroups, Wrap
 from lightning_commopt.sharded.codecs import GATHER, SCATTER, check_inside, codec_inside
 from lightning_commopt.sharded.old_references import OldReferences
 from lightning_commopt.sharded.parameters import begin_alike, sharded_modules
 from lightning_commopt.sharded.toggles import Toggles
-from lightning_commopt.sharded.unstepped import filled_in, forget_states, unstepped_names
 from lightning_commopt.sharded.wrap import (
     announce_backward,
     explain_uncalled,
@@ -39,7 +35,8 @@ from lightning_commopt.strategies.nccl import NcclOptions, nccl_variables, set_n
 from lightning_commopt.strategies.nonfinite import Nonfinite, raise_named
 from lightning_commopt.strategies.other_lightning import import_hint
 from lightning_commopt.strategies.preflight import check_devices, check_optimizers, device_name, warn_of_mixed_devices
-from lightning_commopt.strategies.residual_checkpoint import KEY, ResidualCheckpoint, ResidualPolicy
+from lightning_commopt.strategies.residual_checkpoint import ResidualCheckpoint, ResidualPolicy
+from lightning_commopt.strategies.sharded_checkpoint import ShardedCheckpoint
 from lightning_commopt.strategies.sharded_checks import (
     check_callbacks,
     check_groups,
@@ -56,11 +53,8 @@ from lightning_commopt.uneven import UnevenBatches
 
 __all__ = ["CommOptShardedStrategy"]
 
-_UNSTEPPED = "commopt_unstepped"
-"""Key of a checkpoint: by optimizer, the parameters that no step has reached."""
 
-
-class CommOptShardedStrategy(FailTogether, HybridMesh):
+class CommOptShardedStrategy(ShardedCheckpoint):
     """Hybrid sharded data parallel (FSDP2): shards inside a node, compressed gradient exchange between nodes.
 
     Each node holds one replica of the model. Its ranks share parameters, gradients and optimizer state, which FSDP2
@@ -146,7 +140,7 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         self._uneven = UnevenBatches(uneven, joins=False)
         inside = "" if self.shard_scatter is None else f", inside nodes {self.shard_scatter!r}"
         self._checkpoint = ResidualCheckpoint(residuals, f"{self.compression!r}{inside}")
-        self._path: ShardedPath | None = None
+        self._path = None
         self._shards: ShardGroups | None = None
         self._steps: AppliedSteps | None = None
         self._inside: InsideNode | None = None  # where there is no path
@@ -318,53 +312,6 @@ class CommOptShardedStrategy(FailTogether, HybridMesh):
         module = self.lightning_module
         assert module is not None
         return not module.automatic_optimization and sharded_by_us(module)
-
-    # ---- checkpoints ----------------------------------------------------------------------------------------------
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        own = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        with filled_in(own):
-            return super().optimizer_state(own)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: "str | Path", storage_options: Any = None) -> None:
-        """Add the residuals to a checkpoint that can be resumed from; plain Lightning ignores them."""
-        written = None
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.interrupted:
-            self._checkpoint.leave_out(checkpoint, self._path)
-        elif self._path is not None and "optimizer_states" in checkpoint:
-            written = self._checkpoint.add(checkpoint, str(filepath), self._path, self._control, self.checkpoint_io)
-            checkpoint[KEY]["shadow"] = self._path.shadow
-        if "optimizer_states" in checkpoint:
-            checkpoint[_UNSTEPPED] = [unstepped_names(self.lightning_module, own) for own in self.optimizers]
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        if written is not None and self.is_global_zero:
-            self._checkpoint.sweep(*written)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: "str | Path", weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
-            return checkpoint
-        for optimizer, names in zip(self.optimizers, checkpoint.get(_UNSTEPPED, []), strict=False):
-            forget_states(self.lightning_module, optimizer, names)
-        self._checkpoint.remember(str(checkpoint_path), checkpoint)
-        if self._path is None:
-            self._checkpoint.forget()
-        else:
-            self._checkpoint.restore(self._path, self._control, self.checkpoint_io)
-            if checkpoint.get(KEY, {}).get("shadow"):
-                self._path.keep_shadow()
-        return checkpoint
-
-    @override
-    def remove_checkpoint(self, filepath: "str | Path") -> None:
-        super().remove_checkpoint(filepath)
-        if self.is_global_zero:
-            self._checkpoint.remove(str(filepath))
 
     # ---- what happened --------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_commopt import TopK
+from lightning_commopt import CommOptStrategy, TopK
 from tests.pool import WorkerFailure, WorkerPool
 from tests.strategies.sharded_toy import Idle, ShardedFit, fit_sharded, sharded
 from tests.strategies.toy import Batch, Regression, batches, distance
@@ -196,6 +196,33 @@ class IdleOften(Idle):
         super().__init__(optimizer)
         if not never:
             del self.never
+
+
+class Thawed(Idle):
+    """The layer that is used now and then begins to be trained at a batch that does not use it."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.sometimes.requires_grad_(False)
+
+    @override
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.sometimes.requires_grad_(batch_idx >= 3)
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.5, momentum=0.9)
+
+
+def thawed() -> list[ShardedFit]:
+    strategies = [CommOptStrategy("none", find_unused_parameters=True), sharded("none"), sharded("int8")]
+    return [fit_sharded(strategy, Thawed("sgd"), batches(8)) for strategy in strategies]
+
+
+def test_what_begins_to_be_trained_need_not_be_used_at_once(pool: WorkerPool) -> None:
+    expected, none, int8 = pool.run(thawed, 4, **NODES)[0]
+    assert distance(none.parameters, expected.parameters) < 1e-6
+    assert distance(int8.parameters, expected.parameters) < 0.01
 
 
 def residuals_of_idle(never: bool) -> list[float]:
