@@ -65,8 +65,8 @@ class CommOptShardedStrategy(ShardedCheckpoint):
     The LightningModule stays as it is, and is sharded by ``wrap``. Or its `configure_model` shards it, with
     ``fully_shard(module, mesh=self.device_mesh["shard"])``. Buffers (such as those of batch norms) begin alike and are
     then each rank's own, as always under FSDP2. A parameter that no rank uses in a step has no gradient in
-    it, as under ``find_unused_parameters=True``, and optimizers leave it alone. :meth:`comm_stats` counts what travels
-    between replicas.
+    it, as under ``find_unused_parameters=True``, and optimizers leave it alone; ranks of a node agree on that by one
+    small all-reduce a step. :meth:`comm_stats` counts what travels between replicas.
 
     Args:
         compression: As in :class:`CommOptStrategy`, but for ``"auto"``.

@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_commopt.failure import FailTogether
 from lightning_commopt.sharded import HybridMesh, ShardedPath
 from lightning_commopt.sharded.unstepped import filled_in, forget_states, unstepped_names
+from lightning_commopt.sharded.whole_file import load_whole, whole_optimizer_state
 from lightning_commopt.strategies.residual_checkpoint import KEY, ResidualCheckpoint
 
 __all__ = ["ShardedCheckpoint"]
@@ -28,8 +29,11 @@ class ShardedCheckpoint(FailTogether, HybridMesh):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         own = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        assert self.model is not None
         with filled_in(own):
-            return super().optimizer_state(own)
+            if self._save_distributed_checkpoint:
+                return super().optimizer_state(own)
+            return whole_optimizer_state(self.model, own)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: "str | Path", storage_options: Any = None) -> None:
@@ -49,8 +53,13 @@ class ShardedCheckpoint(FailTogether, HybridMesh):
 
     @override
     def load_checkpoint(self, checkpoint_path: "str | Path", weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
+        path = Path(self.broadcast(checkpoint_path))
+        if path.is_file():
+            strict = self.lightning_module.strict_loading
+            checkpoint = load_whole(path, self.lightning_module, self.optimizers, strict, weights_only)
+        else:
+            checkpoint = super().load_checkpoint(path, weights_only)
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
         for optimizer, names in zip(self.optimizers, checkpoint.get(_UNSTEPPED, []), strict=False):

@@ -13,7 +13,7 @@ from lightning_commopt import Int4, Int8, PowerSGD, TopK
 from lightning_commopt.strategies import residual_checkpoint
 from tests.pool import WorkerPool, trainer
 from tests.strategies.sharded_toy import Idle, fit_sharded, sharded, whole
-from tests.strategies.toy import Batch, Regression, batches, loader, same_bits, state_of, tensors_of
+from tests.strategies.toy import Batch, Regression, batches, distance, loader, same_bits, state_of, tensors_of
 
 pytestmark = pytest.mark.runs("commopt_hsdp", "checkpoints and resume")
 
@@ -197,3 +197,57 @@ def first_epoch(path: Path, kind: type[Regression]) -> Tensor:
     save = SaveAfterFirstEpoch(path, False)
     strategy = sharded("int8", save_distributed_checkpoint=False)
     return fit_sharded(strategy, kind(), batches(STEPS), callbacks=[save]).parameters
+
+
+class Shuffled(Idle):
+    """Its optimizer has other groups, and in another order, than the module has parameters."""
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups = [[p for p in reversed(list(self.parameters())) if (p.ndim > 1) == matrix] for matrix in (False, True)]
+        return torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.0}, {"params": groups[1]}], 3e-3)
+
+
+class Stateless(Idle):
+    """Its optimizer keeps nothing but its learning rate."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, STEPS, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def first_epoch_of_two(path: Path, kind: type[Regression], strategy: Any) -> Tensor:
+    save = SaveAfterFirstEpoch(path, False)
+    if not isinstance(strategy, str):
+        strategy = sharded("none", **strategy)
+    return fit_sharded(strategy, kind(), batches(STEPS), max_epochs=2, callbacks=[save]).parameters
+
+
+def second_epoch_alone(path: Path, kind: type[Regression]) -> Tensor:
+    """In one process, on the batches of four."""
+    of_ranks = zip(*(batches(STEPS, rank=rank) for rank in range(4)), strict=True)
+    data = [tuple(torch.cat(parts) for parts in zip(*same, strict=True)) for same in of_ranks]
+    model = kind(seed=1)
+    fitter = trainer(1, "auto", max_epochs=2, use_distributed_sampler=False)
+    fitter.fit(model, loader(data), ckpt_path=path, weights_only=False)
+    return whole(model)
+
+
+def second_epoch_sharded(path: Path, kind: type[Regression]) -> Tensor:
+    strategy = sharded("none", save_distributed_checkpoint=False)
+    return fit_sharded(strategy, kind(seed=1), batches(STEPS), path, max_epochs=2).parameters
+
+
+@pytest.mark.parametrize("kind", [Shuffled, Stateless])
+@pytest.mark.parametrize("wrote", [{"save_distributed_checkpoint": False}, "ddp_find_unused_parameters_true"], ids=str)
+def test_a_file_goes_on_in_any_number_of_processes(
+    pool: WorkerPool, tmp_path: Path, kind: type[Regression], wrote: Any
+) -> None:
+    path = tmp_path / "a.ckpt"
+    through = pool.run(first_epoch_of_two, 4, path, kind, wrote, **NODES)[0]
+    alone = pool.run(second_epoch_alone, 1, path, kind)[0]
+    resumed = pool.run(second_epoch_sharded, 4, path, kind, **NODES)[0]
+    assert distance(alone, through) < 1e-5
+    assert distance(resumed, through) < 1e-5
