@@ -97,7 +97,7 @@ def gone(*args: Any) -> Any:
 
 def test_a_driver_that_goes_away_ends_sampling() -> None:
     nvml = Nvml(pcie=False)
-    nvml.nvmlDeviceGetUtilizationRates = nvml.nvmlDeviceGetMemoryInfo = gone
+    vars(nvml).update(nvmlDeviceGetUtilizationRates=gone, nvmlDeviceGetMemoryInfo=gone)
     sampler = GpuSampler(nvml, "handle", period_s=0.001)
     sampler._thread.join(timeout=20)
     assert not sampler._thread.is_alive()
@@ -106,7 +106,7 @@ def test_a_driver_that_goes_away_ends_sampling() -> None:
 
 def test_a_slice_of_a_gpu_tells_its_memory_but_no_utilisation() -> None:
     nvml = Nvml(pcie=False)
-    nvml.nvmlDeviceGetUtilizationRates = gone
+    vars(nvml).update(nvmlDeviceGetUtilizationRates=gone)
     sampler = GpuSampler(nvml, "handle", period_s=0.001)
     deadline = time.monotonic() + 20
     while sampler.read().gpu_memory_mb is None and time.monotonic() < deadline:
@@ -118,7 +118,7 @@ def test_a_slice_of_a_gpu_tells_its_memory_but_no_utilisation() -> None:
 
 def test_the_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = Nvml()
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
     sampler = gpu_sampler_for(torch.device("cuda", 1))
     assert sampler is not None

@@ -56,7 +56,7 @@ def test_kernels_run_where_they_can(method: Compression) -> None:
 def test_each_device_has_its_compiler(compiler: kernels.Compiler) -> None:
     """A word that names one leaves plain torch on the devices of others."""
     for word in ("auto", compiler):
-        kernels.use(word)  # type: ignore[arg-type]
+        kernels.use(word)
         for device in DEVICES.values():
             here = device == DEVICES[compiler]
             if word != "auto" or here:

@@ -72,7 +72,11 @@ def check(request: pytest.FixtureRequest, device: str, interpreter: WorkerPool) 
         return lambda law: law(Side("numba"))
     if device == "cuda":
         return lambda law: law(Side("triton", torch.device("cuda")))
-    return lambda law: interpreter.run(interpreted, 1, law.__name__, group=False, timeout=100.0) and None
+
+    def run(law: Callable[[Side], None]) -> None:
+        interpreter.run(interpreted, 1, law.__name__, group=False, timeout=100.0)
+
+    return run
 
 
 def interpreted(name: str) -> None:

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -159,7 +160,7 @@ class Closure(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.function = lambda x: self.loss(x)
+        self.function: Callable[[Tensor], Tensor] = lambda x: self.loss(x)
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -180,7 +181,7 @@ def odd_references(case: str, strategy: str) -> Examined:
     model: Any = Closure() if case == "closure" else Net()
     seed_streams(dist.get_rank())
     options: dict[str, Any] = {"callbacks": [Stops()], "accumulate_grad_batches": 3} if case == "stops" else {}
-    made = torch.compile(model, backend="eager") if case == "compiled" else model
+    made: Any = torch.compile(model, backend="eager") if case == "compiled" else model
     looks = DistributedDoctor(8, reference_steps=4, probe_seconds=0)
     fitter = trainer(2, strategy, callbacks=[*options.pop("callbacks", []), looks], max_epochs=1, **options)
     fitter.fit(made, data())

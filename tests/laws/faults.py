@@ -128,7 +128,7 @@ def dropped_chunk() -> None:
         decode(self, payload, whole, context, add=add)
         out[: len(out) // 2] = whole[: len(out) // 2]
 
-    BlockQuantization.decode = drop  # type: ignore[method-assign]
+    BlockQuantization.decode = drop  # type: ignore[method-assign,assignment]
 
 
 def short_message() -> None:
@@ -151,7 +151,7 @@ def other_order() -> None:
     def renamed(self: GlooTransport, name: str, sent_bytes: int) -> None:
         issue(self, name + "_coalesced" * (dist.get_rank() == 1), sent_bytes)
 
-    GlooTransport._issue = renamed  # type: ignore[method-assign]
+    GlooTransport._issue = renamed  # type: ignore[method-assign,assignment]
 
 
 def forgotten_state() -> None:

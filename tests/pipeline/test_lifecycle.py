@@ -55,7 +55,8 @@ class Full(Chain):
 
     @override
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return self(batch[0]).softmax(-1)
+        chances: Tensor = self(batch[0]).softmax(-1)
+        return chances
 
 
 def every_way(stages: int | None, replicas: int) -> dict[str, Any]:
@@ -71,8 +72,7 @@ def every_way(stages: int | None, replicas: int) -> dict[str, Any]:
     for run in (own.validate, own.test):
         (values,) = run(module, held_out, verbose=False)
         seen |= {f"{run.__name__} {name}": value for name, value in values.items()}
-    predictions = own.predict(module, held_out)
-    assert predictions is not None
+    predictions: Any = own.predict(module, held_out)
     return {"metrics": seen, "predictions": torch.cat(predictions), "state": dict(module.state_dict())}
 
 

@@ -28,6 +28,7 @@ class Loose(nn.Module):
     def __init__(self, *, resets: bool = True) -> None:
         super().__init__()
         self.offset = nn.Parameter(torch.empty(FEATURES))
+        self.steps: Tensor
         self.register_buffer("steps", torch.arange(FEATURES))
         if resets:
             self.reset_parameters = self._begin
@@ -190,11 +191,12 @@ def test_what_stays_unset_is_named() -> None:
 def test_values_depend_on_names_alone() -> None:
     one, other = whole(), whole()
     with torch.device("meta"):
-        alone_ = nn.ModuleDict({"first": nn.Linear(FEATURES, FEATURES), "head": nn.Linear(FEATURES, CLASSES)})
+        first, head = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES)
+        alone_ = nn.ModuleDict({"first": first, "head": head})
     state = {"head.bias": torch.ones(CLASSES)}
     materialise(alone_, {}, torch.device("cpu"), 5, state)
     assert distance(dict(one.state_dict()), dict(other.state_dict())) == 0
-    assert torch.equal(alone_["first"].weight, one.first.weight)
-    assert torch.equal(alone_["head"].weight, one.head.weight)
-    assert torch.equal(alone_["head"].bias, state["head.bias"])
+    assert torch.equal(first.weight, one.first.weight)
+    assert torch.equal(head.weight, one.head.weight)
+    assert torch.equal(head.bias, state["head.bias"])
     assert one.last.weight is one.first.weight

@@ -86,7 +86,7 @@ def test_norm_of_all_stages(pool: WorkerPool) -> None:
 
 
 def test_clipping_by_value(pool: WorkerPool) -> None:
-    options = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
+    options: dict[str, Any] = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
     outcomes = pool.run(piped, 2, gpt, tokens, {"microbatches": 4}, **options)
     check(outcomes, reference(gpt, tokens, 1, clip_value=0.02))
 
@@ -122,7 +122,7 @@ def no_shared_sum() -> Outcome:
 
 def clipped_by_stage() -> Outcome:
     """Each stage clips by its own norm."""
-    precision.StagedPrecision._clip_by_norm = lambda self, optimizer, value: (  # type: ignore[method-assign]
+    precision.StagedPrecision._clip_by_norm = lambda self, optimizer, value: (  # type: ignore[method-assign,assignment]
         precision.torch.nn.utils.clip_grad_norm_(self._plugin.main_params(optimizer), value)
     )
     return piped(gpt, tokens, {"microbatches": 4}, gradient_clip_val=0.5)

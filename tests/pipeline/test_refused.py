@@ -161,7 +161,8 @@ class NoChain(LightningModule):
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.layer(batch[0]).sum()
+        loss: Tensor = self.layer(batch[0]).sum()
+        return loss
 
     @override
     def configure_optimizers(self) -> Any:

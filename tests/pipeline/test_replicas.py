@@ -27,7 +27,7 @@ model = partial(TinyGPT, optimizer="sgd")
 
 def strategy_of(method: Compression, **options: Any) -> CommOptPipelineStrategy:
     """Two stages, active from the first step."""
-    active = {} if isinstance(method, Uncompressed) else {"start_step": 0}
+    active: dict[str, Any] = {} if isinstance(method, Uncompressed) else {"start_step": 0}
     return CommOptPipelineStrategy(2, 2, compression=method, **active, **options)
 
 

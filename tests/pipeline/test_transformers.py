@@ -36,10 +36,10 @@ class Causal(pl.LightningModule):
     def __init__(self, name: str, *, recomputes: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model: Any = MODELS[name]()
-        self.model.train()
+        model: Any = MODELS[name]()
+        self.model = model.train()
         if recomputes:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:

@@ -73,7 +73,8 @@ class Attention(nn.Module):
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).transpose(1, 3).unbind(2)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(x)
+        mixed: Tensor = x + self.mlp(x)
+        return mixed
 
 
 class TinyGPT(pl.LightningModule):
@@ -218,7 +219,7 @@ def alone(
         clip_value: Largest element of the gradient.
     """
     model.log = lambda *a, **k: None  # type: ignore[method-assign]
-    made = model.configure_optimizers()
+    made: Any = model.configure_optimizers()
     optimizer, scheduler = (
         (made["optimizer"], made["lr_scheduler"]["scheduler"]) if isinstance(made, dict) else (made, None)
     )

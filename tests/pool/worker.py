@@ -78,7 +78,7 @@ def _preload() -> None:
         with contextlib.suppress(Exception):  # the test that needs it reports it
             importlib.import_module(module)
     # Each Trainer asks for these, and metadata of all installed distributions is read for it: a fifth of a short fit.
-    registry.entry_points = functools.cache(registry.entry_points)
+    registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[assignment]
     registry.entry_points(group="lightning.pytorch.callbacks_factory")
     gc.collect()
     gc.freeze()

@@ -119,5 +119,5 @@ def test_the_page_has_the_declared_rows(pytestconfig: pytest.Config) -> None:
     if pytestconfig.pluginmanager.hasplugin("recorder"):
         pytest.skip("this run writes the page")
     assert rows_of(PAGE.read_text()) == set(declared(ROOT)), (
-        "write `docs/what-runs-where.md` anew: pytest --what-runs-where docs/what-runs-where.md"
+        "write `docs/what-runs-where.md` anew: pytest --what-runs-where=docs/what-runs-where.md"
     )

@@ -40,9 +40,9 @@ class OwnSharding(Regression):
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float16) if self.wrong == "fp16" else MixedPrecisionPolicy()
         layers = [layer for layer in self.layers if any(True for _ in layer.parameters())]
         for layer in layers[:-1] if self.wrong == "parameter" else layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)  # type: ignore[arg-type]
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
         if self.wrong != "parameter":
-            fully_shard(self.layers, mesh=mesh, mp_policy=policy)  # type: ignore[arg-type]
+            fully_shard(self.layers, mesh=mesh, mp_policy=policy)
 
 
 class Idle(Regression):

@@ -95,7 +95,7 @@ def plant_slow_messages() -> None:
         return link_probe._Way(run, way.sent, way.hops)
 
     GlooTransport._exchange = slow_exchange  # type: ignore[method-assign]
-    link_probe._all_reduce = slow_all_reduce
+    link_probe._all_reduce = slow_all_reduce  # type: ignore[assignment]
 
 
 def plant_slow_reducer() -> None:
@@ -105,7 +105,8 @@ def plant_slow_reducer() -> None:
     def slow_backward_ended(self: auto.Auto) -> None:
         if self._strategy._path is None:
             world = self._strategy.world_size
-            nbytes = 4 * sum(p.numel() for p in self._strategy.model.parameters())  # type: ignore[union-attr]
+            assert self._strategy.model is not None
+            nbytes = 4 * sum(p.numel() for p in self._strategy.model.parameters())
             PLANTED.transfer(2 * (world - 1) / world * nbytes)
         ended(self)
 

@@ -209,8 +209,11 @@ class Shuffled(Idle):
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        groups = [[p for p in reversed(list(self.parameters())) if (p.ndim > 1) == matrix] for matrix in (False, True)]
-        return torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.0}, {"params": groups[1]}], 3e-3)
+        vectors, matrices = (
+            [p for p in reversed(list(self.parameters())) if (p.ndim > 1) == matrix] for matrix in (False, True)
+        )
+        groups: list[dict[str, Any]] = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}]
+        return torch.optim.AdamW(groups, 3e-3)
 
 
 class Stateless(Idle):

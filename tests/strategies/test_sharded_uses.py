@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -24,7 +25,7 @@ UNUSED_TOO = "ddp_find_unused_parameters_true"
 
 def beside_ddp(model: type[Regression], ddp: str, methods: Sequence[str], **options: Any) -> list[ShardedFit]:
     """A short fit under DDP, and under each method."""
-    strategies = [ddp, *(sharded(method, **options) for method in methods)]
+    strategies: list[str | Strategy] = [ddp, *(sharded(method, **options) for method in methods)]
     return [fit_sharded(strategy, model("sgd"), batches(6)) for strategy in strategies]
 
 
@@ -35,7 +36,8 @@ class Siamese(Regression):
     def loss(self, batch: Batch) -> Tensor:
         hidden = self.layers[:-1](batch[0])
         near: Tensor = self.layers[-1](hidden) - batch[1]
-        return near.square().mean() + self.layers[-1](hidden.flip(0)).square().mean()
+        far: Tensor = self.layers[-1](hidden.flip(0))
+        return near.square().mean() + far.square().mean()
 
 
 class Late(Regression):
@@ -62,8 +64,8 @@ class Adversarial(Regression):
         self.critic = nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 1))
 
     @override
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        generator, critic = self.optimizers()  # type: ignore[misc,union-attr]
+    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+        generator, critic = self.optimizers()
         self.toggle_optimizer(generator)
         made = self.layers(batch[0])
         loss = F.softplus(-self.critic(made)).mean() + (made - batch[1]).square().mean()
@@ -150,7 +152,7 @@ def idle(
     model: type[Idle], kind: str, methods: Sequence[Any], options: dict[str, Any], limits: dict[str, Any]
 ) -> list[ShardedFit]:
     """Fits under DDP, and under each method."""
-    strategies = [UNUSED_TOO, *(sharded(method, **options) for method in methods)]
+    strategies: list[str | Strategy] = [UNUSED_TOO, *(sharded(method, **options) for method in methods)]
     return [fit_sharded(strategy, model(kind), batches(12), **limits) for strategy in strategies]
 
 
@@ -266,7 +268,8 @@ class Remembering(Regression):
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         rest = [p for p in self.parameters() if p.ndim == 1]
-        return torch.optim.SGD([{"params": self.decayed, "weight_decay": 0.1}, {"params": rest}], 0.1)
+        groups: list[dict[str, Any]] = [{"params": self.decayed, "weight_decay": 0.1}, {"params": rest}]
+        return torch.optim.SGD(groups, 0.1)
 
 
 def test_an_optimizer_of_parameters_from_before_sharding_is_refused(pool: WorkerPool) -> None:
@@ -362,13 +365,14 @@ class Space(Regression):
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
-        self.space = nn.Module()
-        self.space.inner = nn.Linear(40, 40)
-        self.space.outer = nn.Linear(40, 40)
+        space: Any = nn.Module()
+        space.inner, space.outer = nn.Linear(40, 40), nn.Linear(40, 40)
+        self.space = space
 
     @override
     def loss(self, batch: Batch) -> Tensor:
-        inside: Tensor = self.space.outer(self.space.inner(batch[0]).tanh())
+        space: Any = self.space
+        inside: Tensor = space.outer(space.inner(batch[0]).tanh())
         return super().loss(batch) + (inside - batch[1]).square().mean()
 
 

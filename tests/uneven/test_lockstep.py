@@ -34,7 +34,7 @@ class Piped(Chain):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self(batch[0])
 
-    test_step = predict_step = validation_step  # type: ignore[assignment]
+    test_step = predict_step = validation_step
 
 
 class Count(pl.Callback):
