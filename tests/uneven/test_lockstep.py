@@ -1,11 +1,13 @@
-"""Evaluation where a forward is a collective: as many batches on all ranks, or none, and nobody waits."""
+"""Ranks that share a model: as many batches on all of them, in evaluation too, or none; and nobody waits."""
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
@@ -17,12 +19,15 @@ from tests.pipeline.toy import batches as classified
 from tests.pool import WorkerPool, trainer
 from tests.strategies.sharded_toy import sharded
 from tests.strategies.toy import Regression, batches
-from tests.strategies.zero_toy import zero_strategy
+from tests.strategies.zero_toy import ZeroFit, zero_fit, zero_strategy
 from tests.uneven.toy import error_of, train_loader
 
 WHERE = ("validation", "test", "predict", "fit")
 HSDP = pytest.mark.runs("commopt_hsdp", "uneven data")
-ZERO = pytest.mark.runs("commopt_deepspeed_stage_3", "uneven data")
+ZERO = (
+    pytest.mark.runs("commopt_deepspeed", "uneven data"),
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+)
 PIPELINE = pytest.mark.runs("commopt_pipeline", "uneven data")
 TWO_BY_TWO: dict[str, Any] = {"nodes": 2, "timeout": 60.0}
 
@@ -150,3 +155,21 @@ def test_replicas_may_evaluate_different_numbers(pool: WorkerPool, kind: str) ->
     ranks = pool.run(everywhere, 4, evaluated, kind, "error", (2, 2, 3, 3), ("predict", "fit"), **options)
     for ran, count in zip(ranks, (2, 2, 3, 3), strict=True):
         assert set(ran.values()) == {count}
+
+
+def trained_under_zero(stage: int) -> tuple[str, ZeroFit, ZeroFit]:
+    """Different numbers of batches, refused and trimmed; and as many on both ranks. The last window is short."""
+    data = batches(7)
+    mine = data[: (7, 5)[dist.get_rank()]]
+    limits = {"accumulate_grad_batches": 2, "max_epochs": 2}
+    refused = error_of(zero_fit, zero_strategy(stage), data=mine, **limits)
+    trimmed = zero_fit(zero_strategy(stage, uneven="trim"), data=mine, **limits)
+    return refused, trimmed, zero_fit(zero_strategy(stage), data=data[:5], **limits)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=ZERO) for stage in (2, 3)])
+def test_training_under_deepspeed_is_refused_or_trimmed(pool: WorkerPool, stage: int) -> None:
+    for refused, trimmed, plain in pool.run(trained_under_zero, 2, stage, timeout=90.0):
+        assert refused.startswith("ValueError: Ranks have different numbers of training batches, by rank: [7, 5]")
+        assert trimmed.steps == plain.steps == 6
+        assert torch.equal(trimmed.parameters, plain.parameters)
