@@ -161,7 +161,7 @@ def trained_under_zero(stage: int) -> tuple[str, ZeroFit, ZeroFit]:
     """Different numbers of batches, refused and trimmed; and as many on both ranks. The last window is short."""
     data = batches(7)
     mine = data[: (7, 5)[dist.get_rank()]]
-    limits = {"accumulate_grad_batches": 2, "max_epochs": 2}
+    limits: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 2}
     refused = error_of(zero_fit, zero_strategy(stage), data=mine, **limits)
     trimmed = zero_fit(zero_strategy(stage, uneven="trim"), data=mine, **limits)
     return refused, trimmed, zero_fit(zero_strategy(stage), data=data[:5], **limits)
